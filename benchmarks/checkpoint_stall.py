@@ -41,7 +41,7 @@ def main() -> None:
         source = Path(scratch) / "model"
         source.mkdir()
         (source / "config.json").write_text(json.dumps(SHAPE))
-        model, _ = bridge.build(source)
+        model = bridge.build(source)
         bridge.materialize(model, world.device)
         bridge.random_init(model, 0)
         optimizer = adamw(groups(model, 0.0, {}), TrainConfig(lr=1e-3))

@@ -68,7 +68,7 @@ def trainer_of(directory: Path, vocabulary: int) -> Trainer:
     }
     (directory / "config.json").write_text(json.dumps(config))
     spec = ModelConfig(path=str(directory), init="random")
-    model, _ = load_model(directory, World(), spec, seed=0, precision="fp32")
+    model = load_model(directory, World(), spec, seed=0, precision="fp32")
     return Trainer(model, World(), TrainConfig(steps=1000, lr=1e-4))
 
 

@@ -220,7 +220,7 @@ def compared(directory: Path) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     spec = ModelConfig(path=str(directory), backend="hf")
-    model, _ = load_model(directory, World(), spec, seed=0, precision="fp32")
+    model = load_model(directory, World(), spec, seed=0, precision="fp32")
     multimodal = AutoConfig.from_pretrained(directory).model_type in MULTIMODAL
     kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     theirs = kind.from_pretrained(directory, dtype=torch.float32).eval()

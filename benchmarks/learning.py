@@ -212,7 +212,7 @@ class Seed:
         """Mean over held-out prompts of how likely their answer is: what a sampled one is that often."""
         tokenizer = Tokenizer.load(str(model))
         rows = [{"prompt": p, "completion": p[::step]} for p in self.prompts[TRAIN:]]
-        decoder, _ = load_model(model, World(), ModelConfig(path=str(model)), seed=0, precision="fp32")
+        decoder = load_model(model, World(), ModelConfig(path=str(model)), seed=0, precision="fp32")
         units = [unit for row in rows for unit in encode_document(row, tokenizer, "held_out")]
         with torch.no_grad():
             found = [

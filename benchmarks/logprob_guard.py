@@ -92,7 +92,7 @@ def engine_of(directory: Path, precision: str) -> NativeEngine:
     return NativeEngine(str(directory), device=torch.device("cpu"), dtype=DTYPES[precision], version=0)
 
 
-def trainer_of(directory: Path, precision: str, world: World) -> tuple[Any, Any]:
+def trainer_of(directory: Path, precision: str, world: World) -> Any:
     return load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision=precision)
 
 
@@ -140,7 +140,7 @@ def differences(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]
         generations = {precision: answers(engine_of(path, precision), seed) for precision in DTYPES}
         for pair, (engine, trainer) in PAIRS.items():
             began = time.process_time()
-            ours = trained(trainer_of(path, trainer, world)[0], generations[engine], world)
+            ours = trained(trainer_of(path, trainer, world), generations[engine], world)
             apart = np.abs(np.concatenate([c.logprobs for c in generations[engine]]) - np.concatenate(ours))
             found = LogprobDifference.of(apart, LOGPROB_LIMITS[engine].threshold)
             yield {
@@ -180,8 +180,8 @@ FAULTS: dict[str, Callable[[Weights, str, np.random.Generator], Tensors]] = {
 
 def stepped(path: Path, texts: Sequence[np.ndarray]) -> Weights:
     """The weights, and those after one step by the signs of a gradient."""
-    model, family = trainer_of(path, "fp32", World())
-    before = {name: tensor.clone() for name, tensor in bridge.hf_tensors(model, family)}
+    model = trainer_of(path, "fp32", World())
+    before = {name: tensor.clone() for name, tensor in bridge.hf_tensors(model)}
     parameters = {name: p.requires_grad_(True) for name, p in model.named_parameters()}
     samples = [Sample(text, np.ones(len(text), np.float32)) for text in texts]
     from ptf.data.batch import Batch
@@ -197,7 +197,7 @@ def stepped(path: Path, texts: Sequence[np.ndarray]) -> Weights:
     with torch.no_grad():
         for p in parameters.values():
             p -= STEP * p.grad.sign()
-    after = {name: tensor.detach().clone() for name, tensor in bridge.hf_tensors(model, family)}
+    after = {name: tensor.detach().clone() for name, tensor in bridge.hf_tensors(model)}
     return Weights(before, after)
 
 
@@ -213,9 +213,9 @@ def found_by(engine: NativeEngine, right: Tensors, wrong: Tensors, probes: dict[
         check([list(held.items())], manifest, 0)
     except SyncError:
         found["digest"] = True
-    bridge.load_hf_tensors(engine.model, held, engine.family)
+    bridge.load_hf_tensors(engine.model, held)
     try:
-        raise_if_other_values(bridge.hf_tensors(engine.model, engine.family), sent, 1)
+        raise_if_other_values(bridge.hf_tensors(engine.model), sent, 1)
     except SyncError:
         found["read back"] = True
     for name, (texts, expected) in probes.items():
@@ -244,8 +244,8 @@ def faults(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]:
         names = [n for n in weights.after if weights.after[n].ndim > 1 and ".layers." in n and "experts." not in n]
         rng = np.random.default_rng(seed)
         for precision in DTYPES:
-            policy, family = trainer_of(path, precision, world)
-            bridge.load_hf_tensors(policy, weights.after, family)
+            policy = trainer_of(path, precision, world)
+            bridge.load_hf_tensors(policy, weights.after)
             samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in texts]
             values = sample_logprobs(
                 policy, samples, world, seq_len=1152, micro_batch_sequences=1, processing=NO_LOGITS_PROCESSING

@@ -87,7 +87,7 @@ def in_four_bits(case: Case) -> tuple[int, float]:
     """Return the number of weights that a job holds in four bits, and the bits of each with its scale."""
     with published(case.shape) as directory:
         factory = layer_factory_of(ModelConfig(path=str(directory), **case.model), adapted=True)
-        model, _ = bridge.build(directory, factory=factory)
+        model = bridge.build(directory, factory=factory)
     weights = quantised_weights(model).values()
     bits = [4 + 8 * FORMS[weight.form].SCALE_BYTES / FORMS[weight.form].BLOCK for weight in weights]
     return sum(weight.shape.numel() for weight in weights), max(bits, default=0.0)
@@ -98,9 +98,9 @@ def syncs() -> list[list[str]]:
     lines = []
     for shape in ("Qwen3-8B", "Qwen3-30B-A3B", "Qwen3-235B-A22B"):
         with published(shape) as directory:
-            whole = sum(p.numel() for p in bridge.build(directory)[0].parameters())
+            whole = sum(p.numel() for p in bridge.build(directory).parameters())
             adapted = layer_factory_of(ModelConfig(path=str(directory), lora=LoraConfig(**ADAPTERS)), adapted=True)
-            adapter = sum(p.numel() for p in bridge.build(directory, factory=adapted)[0].parameters()) - whole
+            adapter = sum(p.numel() for p in bridge.build(directory, factory=adapted).parameters()) - whole
         for what, parameters, transports in (
             ("whole", whole, ("ipc", "nccl", "files", "object_store")),
             ("adapter", adapter, ("files", "object_store")),

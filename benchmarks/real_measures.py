@@ -78,7 +78,7 @@ def logprobs(model: Path, engine: str, precision: str) -> dict[str, Interval]:
     with joined("cpu", 600, 1, 1, 1) as world:
         assert isinstance(world, World)
         spec = ModelConfig(path=str(model))
-        policy = load_model(model, world, spec, seed=0, precision=precision, frozen=True)[0]
+        policy = load_model(model, world, spec, seed=0, precision=precision, frozen=True)
         values = sample_logprobs(
             policy, samples, world, seq_len=1024, micro_batch_sequences=1, processing=NO_LOGITS_PROCESSING
         )

@@ -146,7 +146,7 @@ def last_turn_losses(model: Path, conversations: Sequence[Row]) -> np.ndarray:
     samples = [encode_document(row, tokenizer, train_on="last")[0][0] for row in conversations]
     with joined("cpu", 600, 1, 1, 1) as world:
         assert isinstance(world, World)
-        made = load_model(model, world, ModelConfig(path=str(model)), seed=0, precision="fp32", frozen=True)[0]
+        made = load_model(model, world, ModelConfig(path=str(model)), seed=0, precision="fp32", frozen=True)
         found = sample_logprobs(
             made, samples, world, seq_len=1024, micro_batch_sequences=1, processing=NO_LOGITS_PROCESSING
         )

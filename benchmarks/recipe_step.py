@@ -159,7 +159,7 @@ def ours(given: dict[str, Any]) -> None:
                 head=head,
                 frozen=frozen,
                 fused=train.fused,
-            )[0]
+            )
 
         model = loaded(given["model"], RECIPES[given["recipe"]].head, False)
         recipe = recipe_of(given["recipe"])

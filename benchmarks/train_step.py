@@ -78,8 +78,8 @@ def start(directory: Path, config: dict[str, Any], seed: int = 0, head: Literal[
     )
     (place / "config.json").write_text(json.dumps(config | of_head))
     spec = ModelConfig(path=str(place), init="random")
-    drawn, family = load_model(place, World(), spec, seed=seed, precision="fp32", head=head)
-    bridge.save_hf(bridge.hf_tensors(drawn, family), place, directory / f"start-{seed}", writes=True)
+    drawn = load_model(place, World(), spec, seed=seed, precision="fp32", head=head)
+    bridge.save_hf(bridge.hf_tensors(drawn), place, directory / f"start-{seed}", writes=True)
     return str(directory / f"start-{seed}")
 
 
@@ -107,7 +107,7 @@ def prepared(given: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
         train = TrainConfig(
             steps=given["written"], lr=given["lr"], schedule="constant", precision=given["dtype"], **settings
         )
-        model, _ = load_model(
+        model = load_model(
             place,
             world,
             ModelConfig(path=str(place)),

@@ -176,7 +176,7 @@ def measure(model_type: str, precision: str, place: Path) -> dict[str, Any]:
         found["equals"] = difference(before, wanted[0])
         found["repeats"] = bool(np.array_equal(before, logprobs()))
         for version, (key, which) in enumerate((("same", 0), ("new", 1), ("back", 0)), 1):
-            engine.load_weights(*collect(bridge.hf_tensors(ours[which].model, ours[which].family), version, None))
+            engine.load_weights(*collect(bridge.hf_tensors(ours[which].model), version, None))
             now = logprobs()
             found[key] = difference(now, wanted[which])
             if which == 0:
@@ -224,7 +224,7 @@ def read_names(model_type: str, precision: str, place: Path) -> dict[str, Any]:
     """Put the names of a sync to vLLM's model class without running it: its mapper renames them, its fused modules take
     in their parts, and what comes out must be parameters of the class on the meta device."""
     directory = written(model_type, 0, torch.float32, place / "model")
-    sent = sorted(bridge.hf_names(*bridge.build(directory, head="lm")))
+    sent = sorted(bridge.hf_names(bridge.build(directory, head="lm")))
     sys.meta_path.append(cast("Any", Torchvision()))
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config

@@ -157,7 +157,7 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
             made: Any = hf_backend.build if job.model.backend == "hf" else build
             source.raise_if_other_architecture(made(place)[0], made(model)[0])
         shrink(place, scratch / f"{role}.config")
-        drawn, family = load_model(
+        drawn = load_model(
             scratch / f"{role}.config",
             World(),
             ModelConfig(path="-", init="random", backend=source.section.backend),
@@ -168,7 +168,7 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
         tokenizer = str(place) if (place / "tokenizer_config.json").exists() else None
         of_config = scratch / f"{role}.config"
         carried = carried_tensors(drawn, of_config)
-        save_hf(hf_tensors(drawn, family), of_config, scratch / role, writes=True, tokenizer=tokenizer, carried=carried)
+        save_hf(hf_tensors(drawn), of_config, scratch / role, writes=True, tokenizer=tokenizer, carried=carried)
     return resolve(job, models=paths)
 
 

@@ -16,7 +16,6 @@ from safetensors import safe_open
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.model.peft_format import PeftFormat
@@ -94,12 +93,12 @@ class AdapterDirectory:
             )
         return LayerFactory(components, lora=Lora(rank=rank, alpha=self.scale * rank, targets=targets))
 
-    def fill(self, model: Decoder, family: Family) -> None:
+    def fill(self, model: Decoder) -> None:
         """Copy the adapter into a model that was built with `factory`.
 
         Raises UserError if a tensor of the file cannot be represented exactly in the model.
         """
-        form = PeftFormat(model, family)
+        form = PeftFormat(model)
         form.fill(self.directory / TENSORS)
         with safe_open(self.directory / TENSORS, "pt") as file:
             for name, tensor in form.tensors():
@@ -112,7 +111,7 @@ class AdapterDirectory:
 
     def _format(self, base: Path, factory: LayerFactory) -> PeftFormat:
         with torch.device("meta"):
-            return PeftFormat(*bridge.build(base, head="lm", factory=factory))
+            return PeftFormat(bridge.build(base, head="lm", factory=factory))
 
     def _does_not_fit(self, base: Path, names: Iterable[str]) -> UserError:
         listed = sorted(names)

@@ -151,8 +151,8 @@ def stored_dtypes(directory: Path) -> dict[str, torch.dtype]:
 
 def build(
     directory: Path, *, head: Literal["lm", "scalar"] | None = None, factory: LayerFactory | None = None
-) -> tuple[Decoder, Family]:
-    """Return a decoder of the right shape on the meta device (without memory), and its family.
+) -> Decoder:
+    """Return a decoder of the right shape on the meta device (without memory).
 
     `head` is the kind of head; None takes that of the checkpoint. `factory` replaces components and adds adapters.
     Raise UserError for a model that cannot be trained, and for a replacement or an adapter that matches nothing.
@@ -184,7 +184,8 @@ def build(
             f"model.quantization: the model in {directory} has no weight that it holds in four bits (mxfp4 holds "
             "experts only), or all of them train; set model.quantization: nf4, or leave it out"
         )
-    return model, family
+    model.family = family
+    return model
 
 
 def decoder_config(directory: Path) -> DecoderConfig:
@@ -207,12 +208,12 @@ def load(
     head: Literal["lm", "scalar"] | None = None,
     factory: LayerFactory | None = None,
     seed: int = 0,
-) -> tuple[Decoder, Family]:
-    """Return the model of a directory with its weights, whole, on a device, and its family (`build`, `load_hf`)."""
-    model, family = build(directory, head=head, factory=factory)
+) -> Decoder:
+    """Return the model of a directory with its weights, whole, on a device (`build`, `load_hf`)."""
+    model = build(directory, head=head, factory=factory)
     materialize(model, device)
-    load_hf(model, directory, family, seed)
-    return model, family
+    load_hf(model, directory, seed)
+    return model
 
 
 def fill(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
@@ -313,15 +314,15 @@ def _in_vocabulary(name: str, config: DecoderConfig) -> bool:
     return name == "embed.weight" or (name == "head.weight" and config.head == "lm")
 
 
-def checkpoint_mappings(model: Decoder, family: Family) -> list[TensorMapping]:
+def checkpoint_mappings(model: Decoder) -> list[TensorMapping]:
     """Return the mappings of this model.
 
     They leave the padding of the vocabulary out of checkpoints, give a scalar head its own name, and have none for own
     components and adapters.
     """
     config = model.config
-    without_mappings = {*own_tensors(model, family), *adapter_names(model)}
-    mappings = family.mappings_for({n: s for n, s in weight_shapes(model).items() if n not in without_mappings})
+    without_mappings = {*own_tensors(model), *adapter_names(model)}
+    mappings = model.family.mappings_for({n: s for n, s in weight_shapes(model).items() if n not in without_mappings})
     changed: dict[str, TensorMapping] = {
         mapping.ours[0]: PaddedRows(mapping.ours[0], mapping.theirs(0)[0], config.vocab)
         for mapping in mappings
@@ -332,17 +333,16 @@ def checkpoint_mappings(model: Decoder, family: Family) -> list[TensorMapping]:
     return [changed.get(mapping.ours[0], mapping) for mapping in mappings]
 
 
-def stored_mappings(
-    model: Decoder, directory: Path, family: Family, files: TensorFiles
-) -> tuple[list[TensorMapping], tuple[str, ...]]:
+def stored_mappings(model: Decoder, files: TensorFiles) -> tuple[list[TensorMapping], tuple[str, ...]]:
     """Compare a checkpoint's tensors with the model, which may be on the meta device, by their names and shapes.
 
     Return the mappings of those that are there, and the unified name of a scalar head that is not. Raise UserError that
     lists every missing, unexpected or misshapen tensor.
     """
-    ours_shapes, experts, hf = weight_shapes(model), model.config.experts, read_config(directory)
+    family, hf = model.family, read_config(files.directory)
+    ours_shapes, experts = weight_shapes(model), model.config.experts
     missing = ("head.weight",) if model.config.head == "scalar" and HF_NAME not in files.names else ()
-    mappings = [mapping for mapping in checkpoint_mappings(model, family) if mapping.ours != missing]
+    mappings = [mapping for mapping in checkpoint_mappings(model) if mapping.ours != missing]
     shapes = {
         family.prefix + name: mapping.shape(ours_shapes[mapping.ours[0]])
         for mapping in mappings
@@ -360,24 +360,24 @@ def stored_mappings(
         if files.shape(name) != shapes[name]:
             problems.append(f"wrong shape: {name} is {files.shape(name)}, the config says {shapes[name]}")
     if problems:
-        raise UserError(f"model.path: {directory} does not fit its config.json:\n  " + "\n  ".join(problems))
+        raise UserError(f"model.path: {files.directory} does not fit its config.json:\n  " + "\n  ".join(problems))
     return mappings, missing
 
 
-def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> tuple[str, ...]:
+def load_hf(model: Decoder, directory: Path, seed: int = 0) -> tuple[str, ...]:
     """Fill the model from safetensors, and components of the user's own from the files beside them.
 
     Return the unified names of the tensors that the checkpoint lacks because a scalar head or an own component is new:
     these are drawn from `seed`. Raise UserError that lists every missing, unexpected or misshapen tensor.
     """
-    parameters, own = dict(model.named_parameters()), own_tensors(model, family)
+    parameters, own = dict(model.named_parameters()), own_tensors(model)
     beside = own_files(directory, {name: tuple(parameters[name].shape) for name in own})
     new: dict[str, Tensor] = constructor_values(model, [n for n in own if n not in beside], seed)
-    with TensorFiles(directory, family.aliases) as files:
-        mappings, missing = stored_mappings(model, directory, family, files)
+    with TensorFiles(directory, model.family.aliases) as files:
+        mappings, missing = stored_mappings(model, files)
 
         counted = progress.counted(mappings, f"read {directory}", "tensors")
-        _fill_all(model, counted, lambda name, part: files.read(family.prefix + name, part))
+        _fill_all(model, counted, lambda name, part: files.read(model.family.prefix + name, part))
     for name in own:
         fill(parameters[name], beside.get(name) or new[name].__getitem__)
     for name in missing:
@@ -387,13 +387,13 @@ def load_hf(model: Decoder, directory: Path, family: Family, seed: int = 0) -> t
     return (*missing, *new)
 
 
-def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor], family: Family) -> None:
+def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
     """Fill the model from whole tensors under the names of `hf_tensors`. Raise KeyError for one that is missing."""
     if not isinstance(model, Decoder):  # hf_backend.py
         model.load_hf_tensors(tensors)
         return
-    _fill_all(model, checkpoint_mappings(model, family), lambda name, part: tensors[family.prefix + name][part])
-    for name in own_tensors(model, family):
+    _fill_all(model, checkpoint_mappings(model), lambda name, part: tensors[model.family.prefix + name][part])
+    for name in own_tensors(model):
         fill(model.get_parameter(name), tensors[OWN + name].__getitem__)
 
 
@@ -405,52 +405,50 @@ def _fill_all(model: Decoder, mappings: Iterable[TensorMapping], read: Callable[
             fill_weight(ours, partial(mapping.read, i, read=read, experts=model.config.experts))
 
 
-def hf_names(model: Decoder, family: Family) -> set[str]:
+def hf_names(model: Decoder) -> set[str]:
     """Return the names under which `hf_tensors` gives this model's tensors."""
     if not isinstance(model, Decoder):  # hf_backend.py
         return model.hf_names()
-    experts = model.config.experts
-    return {family.prefix + n for mapping in checkpoint_mappings(model, family) for n in mapping.theirs(experts)} | {
-        OWN + n for n in own_tensors(model, family)
-    }
+    theirs = (name for mapping in checkpoint_mappings(model) for name in mapping.theirs(model.config.experts))
+    return {model.family.prefix + name for name in theirs} | {OWN + name for name in own_tensors(model)}
 
 
-def exact_names(model: Decoder, family: Family) -> set[str]:
+def exact_names(model: Decoder) -> set[str]:
     """Return the names, of those of `hf_tensors`, of tensors that the model computes with in fp32, whatever dtype the
     others have."""
     if not isinstance(model, Decoder):  # hf_backend.py
         return {name for name, _ in model.hf.named_buffers()}
-    exact = (mapping for mapping in checkpoint_mappings(model, family) if isinstance(mapping, Bits))
-    return {family.prefix + name for mapping in exact for name in mapping.theirs(model.config.experts)}
+    exact = (mapping for mapping in checkpoint_mappings(model) if isinstance(mapping, Bits))
+    return {model.family.prefix + name for mapping in exact for name in mapping.theirs(model.config.experts)}
 
 
-def stored_in_fp32(model: Decoder, family: Family, directory: Path) -> set[str]:
+def stored_in_fp32(model: Decoder, directory: Path) -> set[str]:
     """Return the model's parameters that a checkpoint stores in fp32, all of them or in part."""
     wide = {name for name, dtype in stored_dtypes(directory).items() if dtype == torch.float32}
     if not isinstance(model, Decoder):  # hf_backend.py
         return {f"hf.{name}" for stored, name in model.renamed(wide).items()} if wide else set()
     return {
         ours
-        for mapping in checkpoint_mappings(model, family)
-        if not wide.isdisjoint(family.prefix + name for name in mapping.theirs(model.config.experts))
+        for mapping in checkpoint_mappings(model)
+        if not wide.isdisjoint(model.family.prefix + name for name in mapping.theirs(model.config.experts))
         for ours in mapping.ours
     }
 
 
-def under_hf_names(values: Mapping[str, Tensor], model: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
+def under_hf_names(values: Mapping[str, Tensor], model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor) of values under our names: weights, or anything of their shapes.
 
     A sharded tensor is gathered. Tensors that have no Hugging Face name come last, under ours (`own:…`).
     """
-    for mapping in checkpoint_mappings(model, family):
+    for mapping in checkpoint_mappings(model):
         written = mapping.write([whole(values[ours]) for ours in mapping.ours])
         for name, tensor in zip(mapping.theirs(model.config.experts), written, strict=True):
-            yield family.prefix + name, tensor
-    for name in own_tensors(model, family):
+            yield model.family.prefix + name, tensor
+    for name in own_tensors(model):
         yield OWN + name, whole(values[name])
 
 
-def hf_tensors(model: Decoder, family: Family, source: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: Decoder, source: Path | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, whole tensor), adapters merged; quantised weights are those of the checkpoint
     `source`, or without it what they are dequantised to.
 
@@ -462,23 +460,21 @@ def hf_tensors(model: Decoder, family: Family, source: Path | None = None) -> It
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward pass without a backward the root still has copies in the compute dtype
     if source is None or not quantised_weights(model):
-        yield from under_hf_names(Merged(model), model, family)
+        yield from under_hf_names(Merged(model), model)
         return
-    with TensorFiles(source, family.aliases) as files:
-        yield from under_hf_names(Merged(model, _original_weights(model, family, files)), model, family)
+    with TensorFiles(source, model.family.aliases) as files:
+        yield from under_hf_names(Merged(model, _original_weights(model, files)), model)
 
 
-def _original_weights(model: Decoder, family: Family, files: TensorFiles) -> Callable[[str], Tensor]:
+def _original_weights(model: Decoder, files: TensorFiles) -> Callable[[str], Tensor]:
     """Return a function that reads the whole weight of a unified name from a checkpoint."""
     shapes, experts = weight_shapes(model), model.config.experts
-    mappings = {
-        ours: (mapping, i) for mapping in checkpoint_mappings(model, family) for i, ours in enumerate(mapping.ours)
-    }
+    mappings = {ours: (mapping, i) for mapping in checkpoint_mappings(model) for i, ours in enumerate(mapping.ours)}
 
     def original(name: str) -> Tensor:
         mapping, i = mappings[name]
         part = tuple(slice(0, n) for n in shapes[name])
-        return mapping.read(i, part, lambda theirs, of: files.read(family.prefix + theirs, of), experts)
+        return mapping.read(i, part, lambda theirs, of: files.read(model.family.prefix + theirs, of), experts)
 
     return original
 

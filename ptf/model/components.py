@@ -17,7 +17,6 @@ from ptf.errors import UserError
 from ptf.model.checkpoint_mapping import Slices
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import adapter_names, keyed, kinds
 from ptf.model.quantised_weights import weight_shapes
@@ -55,7 +54,7 @@ def standard_shapes(c: DecoderConfig) -> dict[str, torch.Size]:
         return {name: p.shape for name, p in Decoder(c).named_parameters()}
 
 
-def own_tensors(model: Decoder, family: Family) -> tuple[str, ...]:
+def own_tensors(model: Decoder) -> tuple[str, ...]:
     """Return the names of the parameters that have no Hugging Face name."""
     replaced = tuple(f"{path}." for path in model.factory.constructors)
     if not replaced:
@@ -66,7 +65,7 @@ def own_tensors(model: Decoder, family: Family) -> tuple[str, ...]:
     unlike = {n for n in mine if n.startswith(replaced) and mine[n] != usual.get(n)}
     if model.config.head == "custom":
         unlike |= {n for n in mine if n.startswith("head.")}
-    for mapping in family.mappings_for(usual):  # a mapping of several tensors needs all of them
+    for mapping in model.family.mappings_for(usual):  # a mapping of several tensors needs all of them
         if not set(mapping.ours) <= mine.keys() - unlike:
             unlike |= set(mapping.ours) & mine.keys()
     return tuple(n for n in mine if n in unlike)

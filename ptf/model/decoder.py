@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ptf.model.attention import Attend, Attention, backend
 from ptf.model.config import DecoderConfig
+from ptf.model.families import Family
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
 from ptf.model.latent_attention import LatentAttention
@@ -64,6 +65,8 @@ class Decoder(nn.Module):
 
     The head is used inside `forward`, because sharded parameters are gathered only there (FSDP2, tied embeddings).
     """
+
+    family: Family  # that of the checkpoint that it was built for (bridge.build): what its tensors are called there
 
     def __init__(self, config: DecoderConfig, factory: LayerFactory | None = None) -> None:
         super().__init__()

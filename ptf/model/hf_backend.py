@@ -37,7 +37,6 @@ from ptf.model import bridge
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
 from ptf.model.delta_rule import Documents
-from ptf.model.families import Family
 from ptf.model.head import Head
 from ptf.model.hf_adapters import PREFIX, adapt, with_adapter
 from ptf.model.hf_checks import check
@@ -344,10 +343,8 @@ def configured(directory: Path) -> Any:
     return c
 
 
-def build(
-    directory: Path, *, head: Literal["lm", "scalar"] | None = None, lora: Lora | None = None
-) -> tuple[HFDecoder, Family]:
-    """Return a model whose parameters are on the meta device, and an object that stands for its family.
+def build(directory: Path, *, head: Literal["lm", "scalar"] | None = None, lora: Lora | None = None) -> HFDecoder:
+    """Return a model whose parameters are on the meta device.
 
     `head` is the kind of head; None takes that of the checkpoint. Raise UserError for a model that cannot be trained,
     and for an adapter that matches nothing.
@@ -367,7 +364,7 @@ def build(
             raise UserError(f"model.backend: hf: {c.model_type}: there is no output projection in transformers' model")
         if lora is not None:
             adapt(model, lora)
-    return model, Family(c.model_type, decoder_config, (), _no_random_members)
+    return model
 
 
 def _model_class(c: Any, head: str) -> Any:
@@ -388,10 +385,6 @@ def _model_class(c: Any, head: str) -> Any:
             "classifier of it"
         )
     return AutoModelForSequenceClassification
-
-
-def _no_random_members(_: Any) -> dict[str, Any]:
-    raise AssertionError("transformers' models are the reference; there is nothing to verify them against")
 
 
 def load(model: HFDecoder, directory: Path, device: torch.device, *, random: bool, seed: int) -> tuple[str, ...]:
@@ -445,7 +438,7 @@ def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
 def carried_names(directory: Path) -> frozenset[str]:
     """Return the tensors of a checkpoint that are not trained but kept; see `HFDecoder.carried_names`."""
     with TensorFiles(directory) as files:
-        return frozenset(build(directory, head="lm")[0].carried_names(files.names))
+        return frozenset(build(directory, head="lm").carried_names(files.names))
 
 
 def vocabulary_tables(model: HFDecoder) -> dict[str, str]:

@@ -186,10 +186,10 @@ def _on_rank(
     load-balancing loss."""
     shards, tensor = MESHES[name]
     mesh = init_device_mesh("cpu", (1, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
-    model, family = bridge.build(member)
+    model = bridge.build(member)
     parallelize(model, mesh, "fp32", plan=plan)
     bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, member, family)
+    bridge.load_hf(model, member)
     part = _groups((shards, tensor))[mesh["shard"].get_local_rank()]
     *inputs, targets, weights = _documents(model.config.vocab)
     units = weights.sum()
@@ -200,12 +200,12 @@ def _on_rank(
     whole = loss.detach().clone()
     if shards > 1:
         dist.all_reduce(whole)
-    by_name = {n: t.clone() for n, t in verify.own_gradients(model, family)}
+    by_name = {n: t.clone() for n, t in verify.own_gradients(model)}
     with torch.no_grad():
         for p in model.parameters():
             if p.grad is not None:
                 p.sub_(rate * p.grad)
-    bridge.save_hf(bridge.hf_tensors(model, family), member, saved, writes=dist.get_rank() == 0)
+    bridge.save_hf(bridge.hf_tensors(model), member, saved, writes=dist.get_rank() == 0)
     return {"loss": float(whole / units), "gradients": by_name}
 
 

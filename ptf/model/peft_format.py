@@ -28,7 +28,6 @@ from ptf.model import bridge
 from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, Stack, TensorMapping, Transpose
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.hf_adapters import HFPeftFormat
 from ptf.model.lora import adapter_config, adapter_names, adapters, projection_name, whole
 from ptf.model.quantised_weights import weight_shapes
@@ -41,14 +40,14 @@ Pair = tuple[Tensor, Tensor]  # A [.., rank, in], B [.., out, rank]
 class PeftFormat:
     """The adapters of one model, converted to PEFT's format and back."""
 
-    def __init__(self, model: Decoder, family: Family) -> None:
+    def __init__(self, model: Decoder) -> None:
         assert model.factory.lora is not None
-        self.model, self.family, self.lora = model, family, model.factory.lora
+        self.model, self.lora = model, model.factory.lora
         self.adapters = adapters(model)
         self.parameters, self.shapes = dict(model.named_parameters()), weight_shapes(model)
         self.mappings = [
             mapping
-            for mapping in bridge.checkpoint_mappings(model, family)
+            for mapping in bridge.checkpoint_mappings(model)
             if any(self._adapted_name(name) in self.adapters for name in mapping.ours)
         ]
 
@@ -70,19 +69,19 @@ class PeftFormat:
 
     def obstacles(self) -> list[str]:
         """Return what is trained and cannot be expressed in this format; [] if everything can."""
-        own = {*own_tensors(self.model, self.family)}
+        own = {*own_tensors(self.model)}
         of_adapters = adapter_names(self.model)
         base = [n for n, p in self.parameters.items() if p.requires_grad and n not in of_adapters]
         obstacles = [f"{n} (not an adapter)" for n in base]
         obstacles += [f"{n} (Hugging Face has no such projection)" for n in self.adapters if n in own]
         obstacles += [f"{n} (PEFT and vLLM adapt no routers)" for n in self.adapters if n.endswith(".router.weight")]
-        if any(isinstance(mapping, Stack) for mapping in bridge.checkpoint_mappings(self.model, self.family)):
+        if any(isinstance(mapping, Stack) for mapping in bridge.checkpoint_mappings(self.model)):
             obstacles += [
                 f"{n} (beside experts, PEFT would take it for one of them)"
                 for n in self.adapters
                 if (".mlp." in n or ".moe.shared" in n) and n not in own
             ]
-        if self.family.model_type in EXPERTS_UNKNOWN:
+        if self.model.family.model_type in EXPERTS_UNKNOWN:
             obstacles += [f"{n} (PEFT knows no experts of this family)" for n in self.adapters if ".experts." in n]
         return obstacles + [
             f"{mapping.ours[0]} (stored in a way that PEFT has no format for)"
@@ -145,7 +144,7 @@ class PeftFormat:
         modules, parameters = list[str](), set[str]()
         for mapping in self.mappings:
             if isinstance(mapping, Transpose | Interleave):
-                parameters.add(self.family.prefix + mapping.other)
+                parameters.add(self.model.family.prefix + mapping.other)
             else:
                 modules += self._modules(mapping)
         targets = self._target_modules(modules)
@@ -158,15 +157,15 @@ class PeftFormat:
         For the text part of a multimodal model it is a regular expression, because the image part has modules of the
         same names, and transformers names modules otherwise than tensors.
         """
-        if self.family.prefix:
-            inside = "|".join(re.escape(n.removeprefix(f"{self.family.prefix}model.")) for n in modules)
-            return rf".*{re.escape(self.family.prefix.strip('.'))}\b.*\.({inside})"
+        if self.model.family.prefix:
+            inside = "|".join(re.escape(n.removeprefix(f"{self.model.family.prefix}model.")) for n in modules)
+            return rf".*{re.escape(self.model.family.prefix.strip('.'))}\b.*\.({inside})"
 
         def leaf(name):
             return name.rpartition(".")[2]
 
         in_model = Counter(
-            leaf(n) for mapping in bridge.checkpoint_mappings(self.model, self.family) for n in self._modules(mapping)
+            leaf(n) for mapping in bridge.checkpoint_mappings(self.model) for n in self._modules(mapping)
         )
         adapted = Counter(map(leaf, modules))
         return sorted({leaf(n) if ".experts." in n or adapted[leaf(n)] == in_model[leaf(n)] else n for n in modules})
@@ -174,7 +173,8 @@ class PeftFormat:
     def _modules(self, mapping: TensorMapping) -> list[str]:
         """Return PEFT's names of the modules of a mapping."""
         names = [
-            self.family.prefix + name.removesuffix(".weight") for name in mapping.theirs(self.model.config.experts)
+            self.model.family.prefix + name.removesuffix(".weight")
+            for name in mapping.theirs(self.model.config.experts)
         ]
         if isinstance(mapping, Interleave):  # PEFT wraps gate_up_proj first, and down_proj around that
             return [name.rpartition(".")[0] + ".base_layer" for name in names]
@@ -227,9 +227,9 @@ class PeftFormat:
         return a, b
 
 
-def format_of(model: Decoder, family: Family) -> "PeftFormat | HFPeftFormat":
+def format_of(model: Decoder) -> "PeftFormat | HFPeftFormat":
     """Return the adapters of a model, ptf's own or one of transformers, in PEFT's format."""
-    return PeftFormat(model, family) if isinstance(model, Decoder) else HFPeftFormat(model)
+    return PeftFormat(model) if isinstance(model, Decoder) else HFPeftFormat(model)
 
 
 def save(tensors: Iterator[tuple[str, Tensor]], config: Mapping[str, Any], directory: Path, *, writes: bool) -> None:

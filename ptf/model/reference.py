@@ -186,6 +186,6 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         theirs += list(model(**batch).logits[:, 0])
         wanted = torch.cat([wanted, wanted[[len(text) - 1 for text in two]]])
         return rounding.difference(torch.stack(theirs), wanted)
-    ours, _ = bridge.load(directory, factory=factory)
+    ours = bridge.load(directory, factory=factory)
     hidden = _loaded(AutoModel, directory)(input_ids=ids).last_hidden_state
     return rounding.difference(ours.head(hidden)[0].float(), wanted)

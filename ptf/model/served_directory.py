@@ -40,7 +40,7 @@ class ServedDirectory:
     def fill(self, engine: Any) -> None:
         """Copy the adapter, if there is one, into an engine's model, which was built with `factory`."""
         if self.adapter:
-            self.adapter.fill(engine.model, engine.family)
+            self.adapter.fill(engine.model)
 
 
 def base_of(adapter: AdapterDirectory) -> Path:

@@ -331,11 +331,11 @@ class Reference:
         """Compare our decoder, to which `change` is applied after loading (to test that a mistake is caught)."""
         found: list[Finding] = []
         try:
-            ours, family = bridge.load(self.directory)
-            problems = self._coefficients(ours) + (round_trip(ours, family, self.directory) if change is None else [])
+            ours = bridge.load(self.directory)
+            problems = self._coefficients(ours) + (round_trip(ours, self.directory) if change is None else [])
             if change is not None:
                 change(ours)
-            for finding in self._findings(ours, family):
+            for finding in self._findings(ours):
                 found.append(finding)
                 if not finding.passed:
                     break
@@ -343,7 +343,7 @@ class Reference:
             problems = str(error).splitlines()
         return Case(self.config, tuple(found), tuple(problems), tuple(self.notes))
 
-    def _findings(self, ours: Decoder, family: Family) -> Iterator[Finding]:
+    def _findings(self, ours: Decoder) -> Iterator[Finding]:
         tokens, positions, segments = self.inputs.packed()
         computed, outputs = _record(_modules(ours.layers), lambda: _logits(ours, tokens, positions, segments))
         logits, balance = self._split(computed), ours.load_balancing_loss()
@@ -358,7 +358,7 @@ class Reference:
                 end = end + BALANCE * balance
             ours.zero_grad()
             end.backward()
-            yield closest(self._judged(_Result(gradients=dict(own_gradients(ours, family)))))
+            yield closest(self._judged(_Result(gradients=dict(own_gradients(ours)))))
         if self.member:
             return
         with torch.no_grad():
@@ -468,10 +468,10 @@ def _logits(ours: Decoder, tokens: Tensor, positions: Tensor, segments: Tensor, 
 
 
 @torch.no_grad()
-def own_gradients(ours: Decoder, family: Family) -> Iterator[tuple[str, Tensor]]:
+def own_gradients(ours: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield our decoder's gradients under the names of a checkpoint."""
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
-    yield from bridge.under_hf_names(gradients, ours, family)
+    yield from bridge.under_hf_names(gradients, ours)
 
 
 @torch.no_grad()
@@ -512,12 +512,13 @@ def gradient_errors(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) ->
     return {n: float((g - exact[n]).abs().max()) / max(least, largest[n]) for n, g in found.items()}
 
 
-def round_trip(ours: Decoder, family: Family, directory: Path) -> list[str]:
+def round_trip(ours: Decoder, directory: Path) -> list[str]:
     """Return what differs after Hugging Face → ptf → Hugging Face, tensor by tensor, byte by byte."""
     with tempfile.TemporaryDirectory() as base:
         back = Path(base) / "back"
-        bridge.save_hf(bridge.hf_tensors(ours, family), directory, back, writes=True)
-        with TensorFiles(directory, family.aliases) as before, TensorFiles(back, family.aliases) as after:
+        bridge.save_hf(bridge.hf_tensors(ours), directory, back, writes=True)
+        aliases = ours.family.aliases
+        with TensorFiles(directory, aliases) as before, TensorFiles(back, aliases) as after:
             # a tied checkpoint may store its embedding twice
             lost = {n for n in before.names - after.names if not (ours.config.tied and f".{n}".endswith(HEADS))}
             problems = [f"lost: {n}" for n in sorted(lost)]

@@ -134,7 +134,7 @@ def _foreign_tensors(
 
     Raise UserError for a model that takes ids after its last token for images and sounds.
     """
-    model, _ = hf_backend.build(source, head="lm")
+    model = hf_backend.build(source, head="lm")
     if model.table_rows < model.config.vocab:
         raise UserError(
             f"model.tokens: in {model.hf.config.model_type} ids from {model.table_rows} on stand for images and "

@@ -78,12 +78,12 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs", "values")}
     head = "scalar" if "values" in kept else "lm"
     if spec.backend == "hf":
-        model, _ = load_model(base, World(), spec, seed=0, precision="fp32", head=head, frozen=True)
+        model = load_model(base, World(), spec, seed=0, precision="fp32", head=head, frozen=True)
         HFPeftFormat(model).fill(adapter / TENSORS)
     else:
         factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
-        model, family = bridge.load(base, head=head, factory=factory)
-        stored.fill(model.eval(), family)
+        model = bridge.load(base, head=head, factory=factory)
+        stored.fill(model.eval())
     # beside weights in four bits the probe is that of the merged model, in the dtype of the checkpoint
     rounded = job.model.quantization is not None and bridge.export_dtype(base) != torch.float32
     bound, found = LOGPROB_TOLERANCE["bf16" if rounded else job.train.precision], probe(model, World(), kept["tokens"])

@@ -158,7 +158,7 @@ def _engine(job: Job, directory: Path, room: float) -> Engine:
     assert rollout is not None
     if rollout.engine not in ("vllm", "native"):
         raise UserError("ptf plan cannot count the memory of a rollout engine of your own; plan with vllm or native")
-    model, _ = bridge.build(directory)
+    model = bridge.build(directory)
     size = WIDTH[job.train.precision]
     weights = size * sum(p.numel() for p in model.parameters()) / rollout.tensor_parallel_size
     # bytes of a token; devices beyond the number of key-value heads repeat them

@@ -107,7 +107,7 @@ class ModelRole:
     def __init__(self, world: World, settings: ModelSettings) -> None:
         self.world, self.settings, train = world, settings, settings.train
         self.offloaded = OffloadedTensors(own_file(settings.offload_path, world.rank))
-        self.model, self.family = load_model(
+        self.model = load_model(
             settings.directory,
             alone(world) if self.is_trained and train.deterministic else world,
             settings.section,
@@ -271,7 +271,7 @@ class Learner(ModelRole):
         With `adapter`, the tensors are those of the adapter, by PEFT's names. The buckets are in memory, or in files
         under `directory`. Raises UserError if PEFT's format cannot store all trained parameters.
         """
-        form = format_of(self.model, self.family) if adapter else None
+        form = format_of(self.model) if adapter else None
         if form and (obstacles := form.obstacles()):
             raise UserError(f"rollout.lora_sync: an adapter cannot hold {abbreviated(obstacles)}; use merged")
         tensors = form.tensors() if form else self._sent_tensors()
@@ -290,7 +290,7 @@ class Learner(ModelRole):
         if self.sender is None and (transport.from_every_rank or self.world.leads):
             self.sender = transport.sender(self.world.device, engines, timeout_s)
         offers = tuple(offer for offer in self.world.all_gather_object(self.sender and self.sender.offer) if offer)
-        names = bridge.hf_names(self.model, self.family)
+        names = bridge.hf_names(self.model)
         transfer = Transfer(transport, version, frozenset(names), offers, engines, timeout_s)
         return transfer, Manifest(version, dict.fromkeys(sorted(names), ""))
 
@@ -306,8 +306,8 @@ class Learner(ModelRole):
 
     def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by Hugging Face name, rounded to the dtype that the engines compute in."""
-        exact = bridge.exact_names(self.model, self.family)
-        for name, tensor in bridge.hf_tensors(self.model, self.family):
+        exact = bridge.exact_names(self.model)
+        for name, tensor in bridge.hf_tensors(self.model):
             rounded = self.settings.train.precision == "bf16" and tensor.dtype == torch.float32 and name not in exact
             yield name, tensor.to(torch.bfloat16) if rounded else tensor
 
@@ -340,10 +340,10 @@ class Learner(ModelRole):
     def export(self, directory: str) -> None:
         """Write a Hugging Face directory and a probe that a loaded model must reproduce; with LoRA, the adapter too."""
         source, section = self.settings.directory, self.settings.section
-        export(self.model, self.family, source, Path(directory), self.world, self.tokenizer)
+        export(self.model, source, Path(directory), self.world, self.tokenizer)
         if section.lora:
             precision = self.settings.train.precision
-            export_adapter(self.model, self.family, source, Path(directory), self.world, section, precision)
+            export_adapter(self.model, source, Path(directory), self.world, section, precision)
 
     @broadcast
     def offload(self) -> None:

@@ -149,7 +149,7 @@ class ServedModel:
         precision = "fp32" if dtype == "float32" else "bf16"
         raise_if_wrong("--engine", config_of(directory.base), precision, synced=False)
         os.environ.update(engine_env(options.caches / "vllm"))  # before vLLM is imported
-        length = max_length_of(bridge.build(directory.base, head="lm")[0].config, options)
+        length = max_length_of(bridge.build(directory.base, head="lm").config, options)
         engine = VLLMEngine(str(directory.base), seed=0, dtype=dtype, max_model_len=length)
         return ResponseService(engine, tokenizer, self.name, length, options.max_new_tokens)
 
@@ -170,9 +170,9 @@ def load_decoder(
     directory: ServedDirectory, head: Literal["lm", "scalar"], factory: LayerFactory | None, device: torch.device
 ) -> Decoder:
     """Return a model whose weights are those of the directory. Raises UserError if some of them are missing."""
-    model, family = bridge.build(directory.base, head=head, factory=factory)
+    model = bridge.build(directory.base, head=head, factory=factory)
     bridge.materialize(model, device)
-    missing = bridge.load_hf(model, directory.base, family, 0)
+    missing = bridge.load_hf(model, directory.base)
     if missing:
         raise UserError(f"{directory.base} cannot be served: it has no {', '.join(missing)}")
     return model.to(served_dtype(directory.base, device)).requires_grad_(False).eval()

@@ -18,7 +18,6 @@ from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge, rounding
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.lora import whole
 from ptf.model.peft_format import format_of, save
 from ptf.storage.hub import at_revision
@@ -27,9 +26,7 @@ from ptf.train.export import probe, probe_of, write_probe
 from ptf.train.trainer import load_model
 
 
-def export_adapter(
-    model: Decoder, family: Family, source: Path, merged: Path, world: World, spec: ModelConfig, precision: str
-) -> None:
+def export_adapter(model: Decoder, source: Path, merged: Path, world: World, spec: ModelConfig, precision: str) -> None:
     """Check `merged`, the exported model, and write the adapter of the base model in `source` beside it.
 
     Every rank calls it; the check needs memory for one more model. If PEFT's format cannot hold some tensors, they are
@@ -41,7 +38,7 @@ def export_adapter(
 
     def load(directory: Path, section: ModelConfig, precision: str) -> Decoder:
         pretrained = section.model_copy(update={"init": "pretrained"})
-        return load_model(directory, world, pretrained, seed=0, precision=precision, head=head, frozen=True)[0]
+        return load_model(directory, world, pretrained, seed=0, precision=precision, head=head, frozen=True)
 
     def checked(directory: Path, loaded_in: Callable[[str], Decoder], bound: float) -> float:
         """Return the difference, of which the model's own rounding is allowed if it is beyond the bound."""
@@ -61,7 +58,7 @@ def export_adapter(
     else:
         plain = without_adapters(spec)
         checked(merged, lambda precision: load(merged, plain, precision), _tolerance(merged, precision))
-    form = format_of(model, family)
+    form = format_of(model)
     if obstacles := form.obstacles():
         if world.leads:
             print(
@@ -77,7 +74,7 @@ def export_adapter(
 
     def adapted(precision: str) -> Decoder:
         base = load(source, spec, precision)
-        format_of(base, family).fill(unchecked / "adapter_model.safetensors")
+        format_of(base).fill(unchecked / "adapter_model.safetensors")
         return base
 
     difference = checked(unchecked, adapted, LOGPROB_TOLERANCE[precision])
@@ -106,7 +103,7 @@ def _check_unrounded(
 
     def computed(directory: Path, section: ModelConfig, values: dict[str, Tensor]) -> dict[str, list]:
         section = section.model_copy(update={"init": "pretrained", "quantization": None})
-        loaded, _ = load_model(directory, World(), section, seed=0, precision="fp32", head=head, frozen=True)
+        loaded = load_model(directory, World(), section, seed=0, precision="fp32", head=head, frozen=True)
         for name, value in values.items():
             bridge.fill(loaded.get_parameter(name), value.__getitem__)
         found = probe(loaded, World(), trained["tokens"])

@@ -250,7 +250,7 @@ def budget(
     in_step = _sequences_of_step(job, data)
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
         recipe = recipe or registry.build(job)
-        model, _ = built(directory, job.model, recipe.head)
+        model = built(directory, job.model, recipe.head)
         check_mesh(model.config, mesh)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
@@ -322,7 +322,7 @@ def _beside(
     elements that one of them gathers."""
     unrounded = sizes
     if sizes.quantised and by_role:  # a frozen model of the same shape has no quantised weights
-        plain, _ = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model))
+        plain = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model))
         unrounded = _sizes(parallelize(plain, mesh, job.train.precision))
     own = [
         other or unrounded
@@ -345,7 +345,7 @@ def frozen_memory(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     mesh = job.compute.mesh
     with fake_mesh(workers, mesh.replicate, mesh.tensor_parallel_size) as device_mesh:
-        model, _ = bridge.build(directory, head=head)
+        model = bridge.build(directory, head=head)
         model.requires_grad_(False)
         layers = _layers(model, dtype, mesh.tensor_parallel_size, compiled=job.train.compile is not False)
         parallelize(model, device_mesh, precision)
@@ -363,7 +363,7 @@ def _frozen_model(
     if frozen_model.same_architecture:
         return None, forward_flops(model)
     try:
-        other, _ = bridge.build(config_directory(str(frozen_model.path)))
+        other = bridge.build(config_directory(str(frozen_model.path)))
     except UserError as error:
         raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
     flops = forward_flops(other)

@@ -21,7 +21,6 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
 from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.scalar import Scalar
 from ptf.storage import file_verification
 from ptf.train.components import abbreviated
@@ -79,7 +78,7 @@ def head_output(x: torch.Tensor, head: Any) -> torch.Tensor:
     return head.values(x) if isinstance(head, Scalar) else head(x)
 
 
-def export(model: Decoder, family: Family, source: Path, directory: Path, world: World, tokenizer: str) -> None:
+def export(model: Decoder, source: Path, directory: Path, world: World, tokenizer: str) -> None:
     """Write the model to `directory`, in the run, and its probe beside it as `probe.json`. Every rank calls it.
 
     The directory appears only when it is complete.
@@ -97,7 +96,7 @@ def export(model: Decoder, family: Family, source: Path, directory: Path, world:
     if world.leads:
         write_probe(directory, values)
     bridge.save_hf(
-        bridge.hf_tensors(model, family, source),
+        bridge.hf_tensors(model, source),
         source,
         directory,
         writes=world.leads,

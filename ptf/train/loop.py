@@ -258,10 +258,10 @@ def export_run(parts: Parts, ends: int) -> None:
             print(f"train: exporting step {best}, the best by {job.checkpoint.best}", flush=True)
     if world.leads:
         provenance.write(parts.run, parts.made_with)
-    export(model, parts.family, source.directory, merged, world, source.tokenizer_path)
+    export(model, source.directory, merged, world, source.tokenizer_path)
     if source.section.lora:
         precision = job.train.precision
-        export_adapter(model, parts.family, source.directory, merged, world, source.section, precision)
+        export_adapter(model, source.directory, merged, world, source.section, precision)
 
 
 def warm_up_run(parts: Parts) -> None:

@@ -22,7 +22,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
-from ptf.model.families import MODULES, Family
+from ptf.model.families import MODULES
 from ptf.model.sizes import sizes_of
 from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
 from ptf.recipes.protocol import FrozenModelSpec
@@ -68,7 +68,7 @@ class ModelSource:
 
     def load(
         self, world: World, train: TrainConfig, head: Literal["lm", "scalar"] = "lm", *, frozen: bool = False
-    ) -> tuple[Decoder, Family]:
+    ) -> Decoder:
         """Load the model as a run with these settings does; all ranks of `world` share it (`load_model`)."""
         with _errors_of(self.role):
             return load_model(
@@ -162,9 +162,9 @@ class StartingModel(ModelSource):
 
         def make(part: Path) -> None:
             plain = without_adapters(self.section)
-            drawn, family = load_model(self.directory, World(), plain, seed=self.seed, precision="fp32")
+            drawn = load_model(self.directory, World(), plain, seed=self.seed, precision="fp32")
             carried = bridge.carried_tensors(drawn, self.directory)
-            tensors = bridge.hf_tensors(drawn, family)
+            tensors = bridge.hf_tensors(drawn)
             bridge.save_hf(tensors, self.directory, part, writes=True, tokenizer=self.tokenizer_path, carried=carried)
 
         start = made_once(self.run / "start", make)
@@ -258,7 +258,7 @@ def added_rows(
     tokens: TokensConfig, base: Path, tokenizer: Tokenizer, backend: Literal["ptf", "hf"] = "ptf"
 ) -> NewRows:
     """Add the tokens to the tokenizer, in place, and return the initial values of their rows in the model `base`."""
-    config = sizes_of(base, "hf") if backend == "hf" else bridge.build(base)[0].config
+    config = sizes_of(base, "hf") if backend == "hf" else bridge.build(base).config
     old_size = tokenizer.vocab_size
     pieces = {text: tokenizer.encode(text) for text in wanted(tokens).values()} if tokens.init == "description" else {}
     new = add(tokenizer, tokens)
@@ -298,7 +298,7 @@ def load_frozen_models(
             source = world.together(partial(start.beside, spec, role, None))
         else:
             source = start.beside(spec, role, job.verify_bytes)
-        loaded[role], _ = source.load(model_world or world, job.train, frozen=True)
+        loaded[role] = source.load(model_world or world, job.train, frozen=True)
         if spec.same_architecture:
             source.raise_if_other_architecture(loaded[role], model)
     return loaded

@@ -18,7 +18,6 @@ from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe
 from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions
@@ -42,7 +41,6 @@ class Parts:
     source: StartingModel  # what `model` was loaded from
     tokenizer: Tokenizer
     model: Decoder
-    family: Family
     model_world: World  # the ranks that share one model
     frozen_models: Mapping[str, Decoder]
     trainer: Trainer
@@ -65,7 +63,7 @@ def build(job: Job, world: World, run: Path, lease: Lease) -> Parts:
         classifier_config(start.directory, tokenizer)
     source = world.together(start.trained)
     model_world = alone(world) if job.train.deterministic else world
-    model, family = source.load(model_world, job.train, recipe.head)
+    model = source.load(model_world, job.train, recipe.head)
     load_frozen = partial(load_frozen_models, job=job, start=source, model=model, world=world, model_world=model_world)
     if recipe.precompute:  # the sources are then replaced by precomputed ones
         data_job = precompute_sources(job, recipe, tokenizer, world, model, source.directory, load_frozen)
@@ -92,7 +90,6 @@ def build(job: Job, world: World, run: Path, lease: Lease) -> Parts:
         source,
         tokenizer,
         model,
-        family,
         model_world,
         frozen_models,
         trainer,

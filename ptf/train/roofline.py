@@ -318,7 +318,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
         )
     sequences = min(job.train.micro_batch_sequences, job.train.global_batch_sequences // data)
     passes = math.ceil(job.train.global_batch_sequences / (data * sequences))
-    model, _ = built(directory, job.model, "lm")
+    model = built(directory, job.model, "lm")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

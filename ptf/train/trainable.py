@@ -17,7 +17,6 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.hf_adapters import PREFIX as FOREIGN
 from ptf.model.hf_language_model import raise_if_outside
 from ptf.model.lora import adapter_names
@@ -46,7 +45,7 @@ def kind(name: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in name.removeprefix(FOREIGN).split("."))
 
 
-def freeze(model: Any, family: Family, patterns: Sequence[str] | None) -> None:
+def freeze(model: Any, patterns: Sequence[str] | None) -> None:
     """Freeze all parameters that no pattern matches; without patterns and LoRA, freeze none. Call it before sharding.
 
     Under LoRA these parameters train: the adapters, those that the patterns match, and those that no Hugging Face
@@ -63,7 +62,7 @@ def freeze(model: Any, family: Family, patterns: Sequence[str] | None) -> None:
     free = set(adapters)
     if adapters and isinstance(model, Decoder):
         free |= {
-            *own_tensors(model, family),
+            *own_tensors(model),
             *(n for n in names if n.startswith("head.") and model.config.head != "lm"),
         }
     elif adapters and model.config.head == "scalar":  # hf_backend.py

@@ -19,7 +19,6 @@ from ptf.errors import UserError
 from ptf.model import bridge, hf_adapters, hf_backend
 from ptf.model.components import own_tensors
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.fused import Setting, kernels
 from ptf.model.matrix_product import record
 from ptf.model.recompute import Recompute
@@ -35,27 +34,27 @@ from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 from ptf.workspace import progress
 
 
-def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> tuple[Decoder, Family]:
+def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Decoder:
     """Build a model without memory, with what trains in it. Raise UserError for one that cannot be trained."""
     if spec.backend == "hf":
-        foreign, family = hf_backend.build(directory, head=head, lora=lora_of(spec))
-        model = cast("Decoder", foreign)  # it has Decoder's interface
+        # it has Decoder's interface
+        model = cast("Decoder", hf_backend.build(directory, head=head, lora=lora_of(spec)))
     else:
-        model, family = bridge.build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
-    freeze(model, family, spec.trainable)
-    return model, family
+        model = bridge.build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
+    freeze(model, spec.trainable)
+    return model
 
 
 def raise_if_unfit(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Decoder:
     """Raise the UserError with which `load_model` would refuse a checkpoint, by its config and the headers of its files
     alone; return the model without memory."""
-    model, family = built(directory, spec, head)
+    model = built(directory, spec, head)
     if spec.init == "pretrained":
-        with Headers(directory, family.aliases) as files:
+        with Headers(directory, None if spec.backend == "hf" else model.family.aliases) as files:
             if spec.backend == "hf":
                 hf_backend.fill_from_files(cast("Any", model.to("meta")), files)
             else:
-                bridge.stored_mappings(model, directory, family, files)
+                bridge.stored_mappings(model, files)
     return model
 
 
@@ -71,7 +70,7 @@ def load_model(
     compiled: bool | Literal["auto"] = False,
     fused: Setting = (),
     frozen: bool = False,
-) -> tuple[Decoder, Family]:
+) -> Decoder:
     """Build a sharded model with its weights, read from the directory or drawn from the seed.
 
     Parameters that the checkpoint does not have (a new scalar head, components of the user's own) are drawn from the
@@ -81,13 +80,13 @@ def load_model(
     own = spec.backend == "ptf"
     if not own and world.mesh is not None and world.mesh["tensor"].size() > 1:
         raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
-    model, family = built(directory, spec, head)
+    model = built(directory, spec, head)
     if frozen:
         model.requires_grad_(False)
     # fp32 for weights that are trained or that an export must give back in fp32
     dtype = frozen_dtype(directory, precision, exported=not frozen)
     rounds = dtype != torch.float32 and not frozen
-    hold_frozen(model, dtype, bridge.stored_in_fp32(model, family, directory) if rounds else ())
+    hold_frozen(model, dtype, bridge.stored_in_fp32(model, directory) if rounds else ())
     parallelize(
         model,
         world.mesh,
@@ -105,15 +104,15 @@ def load_model(
             report(directory, new, ())
             if spec.lora is not None:
                 print(hf_adapters.described(foreign), flush=True)
-        return model, family
+        return model
     bridge.materialize(model, world.device)
     if spec.init == "random":
         bridge.random_init(model, seed)
     else:
-        new = bridge.load_hf(model, directory, family, seed)
+        new = bridge.load_hf(model, directory, seed)
         if world.leads:
-            report(directory, new, own_tensors(model, family))
-    return model, family
+            report(directory, new, own_tensors(model))
+    return model
 
 
 def same_kernels(found: Mapping[str, str], world: World) -> Mapping[str, str]:

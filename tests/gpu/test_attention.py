@@ -55,7 +55,7 @@ def test_the_backend_of_a_gpu_is_flex():
 
 
 def losses(directory, device: torch.device, dtype: torch.dtype):
-    model, _ = bridge.load(directory, device)
+    model = bridge.load(directory, device)
     model.to(dtype)
     batch = packed(ROWS, 256).to(device)
     loss = model(

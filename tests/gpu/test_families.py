@@ -39,7 +39,7 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 def found(directory: str, world: World, precision: str, recomputed="none", tensor_group=False):
     """The loss and the whole gradient of a batch."""
-    model, _ = load_model(
+    model = load_model(
         Path(directory), world, ModelConfig(path=directory), seed=0, precision=precision, recomputed=recomputed
     )
     if tensor_group and world.mesh is not None:
@@ -86,7 +86,7 @@ def test_a_tensor_group_of_one_rank_changes_nothing(models, device):
 
 def test_what_a_sharded_model_holds_is_offloaded_and_restored_to_the_bit(models, device):
     with joined(device, 60) as world:
-        model, _ = load_model(Path(models["qwen3"]), world, ModelConfig(path=models["qwen3"]), seed=0, precision="bf16")
+        model = load_model(Path(models["qwen3"]), world, ModelConfig(path=models["qwen3"]), seed=0, precision="bf16")
         trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-3))
         trainer.step([packed(ROWS, 256)], of_keys(SFT), 0)
         held = [*model.parameters()]
@@ -107,7 +107,7 @@ def test_an_optimizer_in_host_memory_makes_the_same_steps(models, device):
         ended = []
         for optimizer in ("adamw", "adamw_offload"):
             spec = ModelConfig(path=models["qwen3"])
-            model, _ = load_model(Path(spec.path), world, spec, seed=0, precision="bf16")
+            model = load_model(Path(spec.path), world, spec, seed=0, precision="bf16")
             trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-3, optimizer=optimizer))
             for step in range(3):
                 trainer.step([packed(ROWS, 256, seed=step)], of_keys(SFT), step)

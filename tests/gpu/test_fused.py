@@ -135,7 +135,7 @@ def test_a_model_learns_the_same_with_what_is_installed(tmp_path: Path, family, 
     directory = checkpoint(tmp_path / "m", family)
 
     def found(world: World, fused) -> tuple[float, dict[str, Tensor]]:
-        model, _ = load_model(
+        model = load_model(
             Path(directory),
             world,
             ModelConfig(path=str(directory)),

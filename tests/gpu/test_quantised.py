@@ -59,7 +59,7 @@ Named = list[tuple[str, torch.Tensor]]
 def trained(directory: Path, world: World, precision: str, spec: dict, **train: object) -> Named:
     """Three steps; what trains, whole, in fp32 on the CPU."""
     given = ModelConfig(path=str(directory), **spec)
-    model, _ = load_model(directory, world, given, seed=0, precision=precision)
+    model = load_model(directory, world, given, seed=0, precision=precision)
     trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-3, **train))
     for step in range(3):
         batch = packed([[100, 28, 1, 127], [256]], 256, seed=step)

@@ -92,7 +92,7 @@ def loss_kernel(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) -
 def decoder(shape: str, head: Any = "lm", layers: int = 2) -> Decoder:
     """A model of a published shape with few layers, in bf16, without values."""
     with tempfile.TemporaryDirectory() as directory:
-        model, _ = bridge.build(write_config(shape, Path(directory), num_hidden_layers=layers), head=head)
+        model = bridge.build(write_config(shape, Path(directory), num_hidden_layers=layers), head=head)
     for module in model.modules():
         for key, old in module._parameters.items():
             if old is not None:

@@ -133,14 +133,14 @@ def model_of(mixer: Mixer) -> Any:
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         if mixer.backend is None:
-            model, _ = hf_backend.build(foreign(directory, mixer.model_type))
+            model = hf_backend.build(foreign(directory, mixer.model_type))
             hf_backend.load(model, directory, torch.device("cpu"), random=False, seed=0)
             return model.to(mixer.dtype)
         drawn = family_of({"model_type": mixer.model_type}).random_config(
             random.Random(f"attention/{mixer.model_type}")
         )
         random_reference({**drawn, **dict(mixer.settings)}, 0).save_pretrained(directory)
-        return bridge.load(directory)[0].to(mixer.dtype)
+        return bridge.load(directory).to(mixer.dtype)
 
 
 def lengths(rng: np.random.Generator, sequences: int) -> list[list[int]]:

@@ -78,7 +78,7 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
     config |= more
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    model, ours = trainer.load_model(
+    model = trainer.load_model(
         directory, World(), ModelConfig(path=str(directory), init="random"), seed=0, precision="fp32"
     )
     g = torch.Generator().manual_seed(0)
@@ -90,7 +90,7 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
             real = p[: SHAPE["vocab_size"]] if name.startswith(("embed", "head")) else p
             real += 0.1 * torch.randn(real.shape, generator=g)
     save_file(
-        {n: t.contiguous() for n, t in bridge.hf_tensors(model, ours)},
+        {n: t.contiguous() for n, t in bridge.hf_tensors(model)},
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -106,7 +106,7 @@ def train(case: Case) -> Trained:
     quantization: Any = "nf4" if case.packed else None
     spec = ModelConfig(path=case.directory, lora=LORA if case.lora else None, quantization=quantization)
     trainer.parallelize = partial(parallelize, plan={**PLAN, **case.plan})  # type: ignore[assignment]
-    model, _ = trainer.load_model(
+    model = trainer.load_model(
         Path(case.directory), world, spec, seed=0, precision=case.precision, recomputed=case.recomputed
     )
     with torch.no_grad():

@@ -18,7 +18,7 @@ from ptf.model import bridge
 from ptf.model.components import own_tensors, places
 from ptf.model.custom_head import next_token_loss
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family, family_of
+from ptf.model.families import family_of
 from ptf.model.flops import Flops
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
@@ -44,10 +44,10 @@ def checkpoint(model_type: str, directory: Path) -> Path:
     return directory
 
 
-def loaded(directory: Path, replace: dict | None = None, seed: int = 0) -> tuple[Decoder, Family, tuple[str, ...]]:
-    model, family = bridge.build(directory, factory=LayerFactory(replace or {}))
+def loaded(directory: Path, replace: dict | None = None, seed: int = 0) -> tuple[Decoder, tuple[str, ...]]:
+    model = bridge.build(directory, factory=LayerFactory(replace or {}))
     bridge.materialize(model, torch.device("cpu"))
-    return model, family, bridge.load_hf(model, directory, family, seed)
+    return model, bridge.load_hf(model, directory, seed)
 
 
 def states(model: Decoder) -> torch.Tensor:
@@ -64,18 +64,18 @@ def narrow(model_type: str) -> dict:
 def test_a_component_with_the_same_tensors_loads_and_exports_as_the_one_it_replaces(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
     same = {"layers.*.moe": SameMoE} if model_type in MIXTURES else {"layers.*.mlp": SameMLP}
-    model, family, new = loaded(directory, same)
+    model, new = loaded(directory, same)
     assert type(model.layers[1].moe or model.layers[1].mlp) is next(iter(same.values()))
     assert not new
-    assert not own_tensors(model, family)
+    assert not own_tensors(model)
     assert torch.equal(states(model), states(loaded(directory)[0]))
-    assert not round_trip(model, family, directory)
+    assert not round_trip(model, directory)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_beside_the_model(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
-    model, family, new = loaded(directory, narrow(model_type), seed=5)
+    model, new = loaded(directory, narrow(model_type), seed=5)
     inside = next(iter(narrow(model_type))).rpartition(".")[2]
     assert new == tuple(
         f"layers.{i}.{inside}.{name}.weight" for i in range(len(model.config.layers)) for name in ("into", "out")
@@ -88,7 +88,7 @@ def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_bes
     assert model.get_parameter(new[0]).abs().max() <= model.config.dim**-0.5
     plain = load_file(directory / "model.safetensors")
 
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
+    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
     exported, own = (
         load_file(tmp_path / "out" / "model.safetensors"),
         load_file(tmp_path / "out" / "components.safetensors"),
@@ -96,15 +96,15 @@ def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_bes
     assert tuple(sorted(own)) == tuple(sorted(new))
     assert {n for n in plain if ".mlp." not in n} == set(exported)
     assert all(torch.equal(plain[n], exported[n]) for n in exported)
-    back, _, missing = loaded(tmp_path / "out", narrow(model_type), seed=7)
+    back, missing = loaded(tmp_path / "out", narrow(model_type), seed=7)
     assert not missing
     assert torch.equal(states(back), states(model))
     assert not torch.equal(states(other), states(model))  # negative control: the component matters
 
-    received, _, _ = loaded(directory, narrow(model_type), seed=8)  # weight sync
-    tensors = dict(bridge.hf_tensors(model, family))
-    assert bridge.hf_names(received, family) == tensors.keys()
-    bridge.load_hf_tensors(received, tensors, family)
+    received, _ = loaded(directory, narrow(model_type), seed=8)  # weight sync
+    tensors = dict(bridge.hf_tensors(model))
+    assert bridge.hf_names(received) == tensors.keys()
+    bridge.load_hf_tensors(received, tensors)
     assert torch.equal(states(received), states(model))
 
 
@@ -112,7 +112,7 @@ def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_bes
 def test_one_tensor_more_leaves_the_others_as_they_are(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
     replace = {"layers.0.mlp": partial(ScaledMLP, scale=2.0), "layers.*.attn": GatedAttention}
-    model, family, new = loaded(directory, replace)
+    model, new = loaded(directory, replace)
     assert new == (
         "layers.0.attn.gate",
         "layers.0.mlp.scale",
@@ -121,7 +121,7 @@ def test_one_tensor_more_leaves_the_others_as_they_are(tmp_path, model_type):
     assert (model.layers[0].mlp.scale == 2).all()
     assert (model.layers[0].mlp.shift == 0.25).all()
     assert torch.equal(model.layers[0].mlp.up_proj.weight, loaded(directory)[0].layers[0].mlp.up_proj.weight)
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
+    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(directory / "model.safetensors").keys()
     assert load_file(tmp_path / "out" / "components.safetensors").keys() == set(new)
 
@@ -129,12 +129,12 @@ def test_one_tensor_more_leaves_the_others_as_they_are(tmp_path, model_type):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_declared_head_stands_for_the_vocabulary(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
-    model, family, new = loaded(directory, {"head": DeepHead})
+    model, new = loaded(directory, {"head": DeepHead})
     assert set(new) == {"head.into.weight", "head.out.weight", "head.out.bias"}
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
+    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
     assert load_file(tmp_path / "out" / "head.safetensors").keys() == set(new)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
-    back, _, missing = loaded(tmp_path / "out", {"head": DeepHead}, seed=9)
+    back, missing = loaded(tmp_path / "out", {"head": DeepHead}, seed=9)
     assert not missing
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
 
@@ -144,7 +144,7 @@ def test_random_weights_of_own_components_are_those_of_their_constructors(tmp_pa
     directory = checkpoint(model_type, tmp_path / "m")
     drawn = []
     for seed in (1, 1, 2):
-        model, _ = bridge.build(directory, factory=LayerFactory(narrow(model_type) | {"head": DeepHead}))
+        model = bridge.build(directory, factory=LayerFactory(narrow(model_type) | {"head": DeepHead}))
         bridge.materialize(model, torch.device("cpu"))
         bridge.random_init(model, seed)
         drawn.append(dict(model.named_parameters()))
@@ -157,7 +157,7 @@ def test_random_weights_of_own_components_are_those_of_their_constructors(tmp_pa
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_flops_count_what_stands_there(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
-    model = bridge.build(directory, factory=LayerFactory({**narrow(model_type), "head": DeepHead}))[0]
+    model = bridge.build(directory, factory=LayerFactory({**narrow(model_type), "head": DeepHead}))
     c = model.config
     attention = 2 * c.dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
     flops = Flops.of(model)
@@ -169,7 +169,7 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
     """Two steps of two micro-batches, then the way through a distributed checkpoint into a model of another seed."""
     world = World(torch.distributed.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)) if mesh else World()
     models = [load_model(directory, world, spec, seed=seed, precision="fp32") for seed in (3, 4)]
-    model, family = models[0]
+    model = models[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         for batch in [packed_sequences([[20, 11]], 40, seed=2 * step + i) for i in range(2)][world.rank :: world.size]:
@@ -179,8 +179,8 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
         optimizer.zero_grad()
     write(str(checkpoints), tensors_of(model, optimizer), {}, world)
     world.barrier()
-    load_tensors(str(checkpoints), models[1][0], torch.optim.AdamW(models[1][0].parameters(), lr=1e-2), world)
-    return {n: t.clone() for n, t in bridge.hf_tensors(models[1][0], family)}
+    load_tensors(str(checkpoints), models[1], torch.optim.AdamW(models[1].parameters(), lr=1e-2), world)
+    return {n: t.clone() for n, t in bridge.hf_tensors(models[1])}
 
 
 @pytest.mark.long
@@ -194,7 +194,7 @@ def test_sharded_components_begin_train_and_checkpoint_as_one_process_does(tmp_p
     spec = ModelConfig(path=str(directory), replace=replace, head=Plugin(use="tests.model.own:DeepHead"))
     alone = _trained(directory, spec, tmp_path / "alone", False)
     ranks = two_ranks(partial(_trained, directory, spec, tmp_path / "both", True), tmp_path)
-    begun = dict(bridge.hf_tensors(*load_model(directory, World(), spec, seed=3, precision="fp32")))
+    begun = dict(bridge.hf_tensors(load_model(directory, World(), spec, seed=3, precision="fp32")))
     assert {"own:head.out.bias", "own:layers.0.attn.gate"} <= alone.keys() == ranks[0].keys() == begun.keys()
     for name in alone:
         assert torch.allclose(alone[name], ranks[0][name], atol=1e-4), name
@@ -209,23 +209,23 @@ def test_own_components_get_adapters_where_they_ask_for_projections(tmp_path, mo
     directory = checkpoint(model_type, tmp_path / "m")
     same = {"layers.*.moe": SameMoE} if model_type in MIXTURES else {"layers.*.mlp": SameMLP}
     factory = LayerFactory({**same, "layers.*.attn": GatedAttention}, lora=Lora(rank=4))
-    model, family = bridge.build(directory, factory=factory)
-    freeze(model, family, None)
+    model = bridge.build(directory, factory=factory)
+    freeze(model, None)
     trains = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {n for n in trains if "lora" not in n} == {f"layers.{i}.attn.gate" for i in range(len(model.config.layers))}
     inside = next(iter(same)).rpartition(".")[2]
     assert any(n.startswith(f"layers.0.{inside}.") and n.endswith("lora_b") for n in trains)
     bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory, family)
-    plain, _, _ = loaded(directory, {**same, "layers.*.attn": GatedAttention})
+    bridge.load_hf(model, directory)
+    plain, _ = loaded(directory, {**same, "layers.*.attn": GatedAttention})
     assert torch.equal(states(model), states(plain))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_b"):
                 p.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
+    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(directory / "model.safetensors").keys()
-    merged, _, missing = loaded(tmp_path / "out", {**same, "layers.*.attn": GatedAttention})
+    merged, missing = loaded(tmp_path / "out", {**same, "layers.*.attn": GatedAttention})
     assert not missing
     assert torch.allclose(states(merged), states(model), atol=1e-4)
     assert not torch.allclose(states(merged), states(plain), atol=1e-2)  # negative control
@@ -237,15 +237,15 @@ def test_a_pattern_that_replaces_nothing_is_refused(tmp_path):
         bridge.build(directory, factory=LayerFactory({"layers.*.moe": NarrowMLP}))
     with pytest.raises(UserError, match=r"layers\.0\.mlp matches nothing, or only what an earlier"):
         bridge.build(directory, factory=LayerFactory({"layers.*.mlp": NarrowMLP, "layers.0.mlp": ScaledMLP}))
-    model, _ = bridge.build(directory, factory=LayerFactory({"layers.0.mlp": ScaledMLP, "layers.*.mlp": NarrowMLP}))
+    model = bridge.build(directory, factory=LayerFactory({"layers.0.mlp": ScaledMLP, "layers.*.mlp": NarrowMLP}))
     assert [type(layer.mlp).__name__ for layer in model.layers][:2] == ["ScaledMLP", "NarrowMLP"]
     assert "layers.0.attn" in places(model.config)
 
 
 def test_tensors_of_other_components_are_refused(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
-    model, family, _ = loaded(directory, {"layers.*.mlp": ScaledMLP})
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
+    model, _ = loaded(directory, {"layers.*.mlp": ScaledMLP})
+    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
     # the rest would load, and compute another function
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.scale.*no such tensor"):
         loaded(tmp_path / "out")
@@ -254,8 +254,8 @@ def test_tensors_of_other_components_are_refused(tmp_path):
     save_file(own, tmp_path / "out" / "components.safetensors")
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.scale: not there"):
         loaded(tmp_path / "out", {"layers.*.mlp": ScaledMLP})
-    narrowed, family, _ = loaded(directory, narrow("qwen3"))
-    bridge.save_hf(bridge.hf_tensors(narrowed, family), directory, tmp_path / "narrow", writes=True)
+    narrowed, _ = loaded(directory, narrow("qwen3"))
+    bridge.save_hf(bridge.hf_tensors(narrowed), directory, tmp_path / "narrow", writes=True)
     (tmp_path / "narrow" / "components.safetensors").unlink()
     with pytest.raises(UserError, match=r"missing: model\.layers\.1\.mlp"):
         loaded(tmp_path / "narrow")

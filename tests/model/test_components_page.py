@@ -38,16 +38,16 @@ def test_the_example_trains_and_comes_back(model_type: str, tmp_path: Path) -> N
     directory = checkpoint(model_type, tmp_path / "m")
     spec = ModelConfig(path=str(directory), replace=REPLACED, head=Plugin(use="components_page:BiasedHead"))
     with joined("cpu", 60) as world:
-        model, family = load_model(directory, world, spec, seed=0, precision="fp32")
-        plain, _ = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="fp32")
+        model = load_model(directory, world, spec, seed=0, precision="fp32")
+        plain = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="fp32")
         batch = packed_sequences([[20, 11], [30]], 32)
         hidden = [m(batch.tokens, batch.positions, batch.segments, lambda x, head: x) for m in (model, plain)]
         assert torch.equal(*hidden)  # what is added begins as nothing
         trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-2, schedule="constant", precision="fp32"))
         losses = [trainer.step([batch], of_keys(SFT), step)["loss"] for step in range(3)]
         assert losses[-1] < losses[0]
-        bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
-        back, _ = load_model(
+        bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+        back = load_model(
             tmp_path / "out", world, spec.model_copy(update={"path": str(tmp_path / "out")}), seed=1, precision="fp32"
         )
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))

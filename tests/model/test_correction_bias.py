@@ -30,8 +30,8 @@ def loaded(directory: Path, **more):
 @pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
 def test_an_export_is_the_checkpoint_with_its_dtypes(tmp_path, model_type) -> None:
     whole = predicting_checkpoint(tmp_path / "in", model_type)
-    model, family = loaded(tmp_path / "in")
-    bridge.save_hf(bridge.hf_tensors(model, family), tmp_path / "in", tmp_path / "out", writes=True)
+    model = loaded(tmp_path / "in")
+    bridge.save_hf(bridge.hf_tensors(model), tmp_path / "in", tmp_path / "out", writes=True)
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert back.keys() == whole.keys()
     assert all(back[n].dtype == whole[n].dtype and torch.equal(back[n], whole[n]) for n in whole)
@@ -50,7 +50,7 @@ def test_a_layer_that_config_json_does_not_count_is_refused(tmp_path) -> None:
 def test_an_engine_in_bf16_holds_it_in_fp32(tmp_path) -> None:
     whole = predicting_checkpoint(tmp_path, "deepseek_v3")
     engine = NativeEngine(str(tmp_path), device=torch.device("cpu"), dtype=torch.bfloat16, version=0)
-    held = dict(bridge.hf_tensors(engine.model, engine.family))
+    held = dict(bridge.hf_tensors(engine.model))
     for name in whole.keys() & held.keys():
         assert torch.equal(held[name], whole[name]), name
         assert held[name].dtype == (torch.float32 if name.endswith(BIAS) else torch.bfloat16)
@@ -61,7 +61,7 @@ def test_an_engine_in_bf16_holds_it_in_fp32(tmp_path) -> None:
 )
 def test_nothing_trains_it(tmp_path, more) -> None:
     predicting_checkpoint(tmp_path, "glm4_moe")
-    model, _ = loaded(tmp_path, **more)
+    model = loaded(tmp_path, **more)
     biases = [p for n, p in model.named_parameters() if n.endswith("correction_bias")]
     assert biases
     trained = {id(p) for group in groups(model, 0.1, {}) for p in group.params}
@@ -77,8 +77,8 @@ def test_a_pattern_for_it_alone_is_refused(tmp_path) -> None:
 
 def test_a_sync_in_bf16_rounds_all_but_it(tmp_path) -> None:
     whole = predicting_checkpoint(tmp_path, "glm4_moe")
-    model, family = loaded(tmp_path)
+    model = loaded(tmp_path)
     train = SimpleNamespace(precision="bf16")
-    policy: Any = SimpleNamespace(model=model, family=family, settings=SimpleNamespace(train=train))
+    policy: Any = SimpleNamespace(model=model, settings=SimpleNamespace(train=train))
     sent = dict(Learner._sent_tensors(policy))
     assert all(torch.equal(sent[n], whole[n]) and sent[n].dtype == whole[n].dtype for n in sent)

@@ -82,7 +82,7 @@ def plain_training(directory: Path) -> tuple[list[tuple[float, float]], dict[str
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_loss_gradients_and_steps_are_those_of_plain_transformers(model_type, tmp_path):
     directory = foreign(tmp_path / "m", model_type)
-    model, _ = loaded(directory)
+    model = loaded(directory)
     expected, first = plain_training(directory)
     loss, _ = of_keys(SFT).loss(model, BATCHES[0], {})
     (loss / BATCHES[0].loss_weights.sum()).backward()
@@ -100,7 +100,7 @@ def test_loss_gradients_and_steps_are_those_of_plain_transformers(model_type, tm
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_documents_of_a_row_do_not_see_each_other(model_type, tmp_path):
-    model, _ = loaded(foreign(tmp_path / "m", model_type))
+    model = loaded(foreign(tmp_path / "m", model_type))
     batch = packed([[9, 14, 7]], 32)
     seen: list[torch.Tensor] = []
 
@@ -130,7 +130,7 @@ def test_documents_of_a_row_do_not_see_each_other(model_type, tmp_path):
 def test_longrope_changes_its_frequencies_and_changes_them_back(tmp_path):
     """Its two buffers are one tensor in transformers' model: the second one was not copied, and held no value."""
     directory = foreign(tmp_path / "m", "phi3")
-    model, _ = loaded(directory)
+    model = loaded(directory)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def logits(lengths: list[int]) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_longrope_changes_its_frequencies_and_changes_them_back(tmp_path):
 @torch.no_grad()
 def test_the_assembled_model_has_every_tensor_of_transformers(model_type, tmp_path):
     directory = foreign(tmp_path / "m", model_type)
-    model, _ = loaded(directory)
+    model = loaded(directory)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     theirs = dict(whole.named_parameters()) | dict(whole.named_buffers(remove_duplicate=False))
     mine = dict(model.hf.named_parameters()) | dict(model.hf.named_buffers(remove_duplicate=False))
@@ -158,7 +158,7 @@ def test_the_assembled_model_has_every_tensor_of_transformers(model_type, tmp_pa
 
 
 def test_state_that_has_other_values_is_refused(tmp_path):
-    model, _ = loaded(foreign(tmp_path / "m", "phi3"))
+    model = loaded(foreign(tmp_path / "m", "phi3"))
     hf_checks.check(model)  # control
     model.hf.model.rotary_emb.inv_freq = model.hf.model.rotary_emb.inv_freq * 1.01
     with pytest.raises(UserError, match=r"phi3 was not assembled .* other values: model.rotary_emb.inv_freq$"):
@@ -175,15 +175,15 @@ def test_no_process_reads_more_of_a_renamed_tensor_than_its_part(tmp_path, monke
         return original(self, name, part)
 
     monkeypatch.setattr(hf_backend.TensorFiles, "read", counted)
-    model, _ = loaded(foreign(tmp_path / "m", "gpt2"))
+    model = loaded(foreign(tmp_path / "m", "gpt2"))
     assert len(read) == len({name for name, _ in read}) == len(dict(model.hf.named_parameters()))
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_checkpoint_comes_back_byte_for_byte(model_type, tmp_path):
     directory = foreign(tmp_path / "m", model_type)
-    model, family = loaded(directory)
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "out", writes=True)
+    model = loaded(directory)
+    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
     before, after = (load_file(d / "model.safetensors") for d in (directory, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -217,7 +217,7 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
     def drawn(seed: int) -> dict[str, torch.Tensor]:
         return dict(
             bridge.hf_tensors(
-                *load_model(directory, World(), SPEC.model_copy(update={"init": "random"}), seed=seed, precision="fp32")
+                load_model(directory, World(), SPEC.model_copy(update={"init": "random"}), seed=seed, precision="fp32")
             )
         )
 
@@ -242,14 +242,14 @@ def _spec(lora: dict | None) -> ModelConfig:
 def _trained(directory: Path, world: World, lora: dict | None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Two steps with a row of each batch on this rank, and one in which only rank 0 has any."""
     rank = world.rank
-    model, family = load_model(directory, world, _spec(lora), seed=0, precision="fp32")
+    model = load_model(directory, world, _spec(lora), seed=0, precision="fp32")
     trainer = Trainer(model, world, DAMPED)
     losses = []
     for step, batch in enumerate(BATCHES[:2]):
         losses.append(trainer.step([_row(batch, rank)], of_keys(SFT), step)["loss"])
     idle = _row(BATCHES[2], 0) if rank == 0 else packed([[]], 30)
     losses.append(trainer.step([idle], of_keys(SFT), 2)["loss"])
-    return losses, {n: t.clone() for n, t in bridge.hf_tensors(model, family)}
+    return losses, {n: t.clone() for n, t in bridge.hf_tensors(model)}
 
 
 def _row(batch: Batch, row: int) -> Batch:
@@ -265,12 +265,12 @@ def test_two_ranks_are_one(tmp_path, monkeypatch):
     found = zip(directories, SHARDED.values(), *two_ranks(_sharded, tmp_path), strict=True)
     for directory, lora, (losses, tensors), (others, _) in found:
         assert losses == others
-        model, family = load_model(directory, World(), _spec(lora), seed=0, precision="fp32")
+        model = load_model(directory, World(), _spec(lora), seed=0, precision="fp32")
         trainer = Trainer(model, World(), DAMPED)
         for step, loss in enumerate(losses):
             micro = [_row(BATCHES[step], row) for row in range(2 if step < 2 else 1)]
             assert trainer.step(micro, of_keys(SFT), step)["loss"] == pytest.approx(loss, rel=1e-5)
-        for name, tensor in bridge.hf_tensors(model, family):
+        for name, tensor in bridge.hf_tensors(model):
             assert (tensors[name] - tensor).abs().max() <= 1e-5, name
 
 
@@ -345,7 +345,7 @@ def test_chunks_that_transformers_computes_wrongly_are_refused(tmp_path, monkeyp
 
 
 def test_logits_that_are_made_in_another_way_are_refused(tmp_path):
-    model, _ = loaded(foreign(tmp_path / "m", "olmo2"))
+    model = loaded(foreign(tmp_path / "m", "olmo2"))
     hf_checks.check(model)  # control
     model.hf.lm_head.register_forward_hook(lambda module, args, output: output + 0.1 * output.abs().sqrt())
     with pytest.raises(UserError, match="the logits of olmo2 are not its head applied"):

@@ -27,16 +27,16 @@ TYPES = [*QUICK, *(pytest.param(model_type, marks=pytest.mark.long) for model_ty
 TRAIN = TrainConfig(steps=3, lr=1e-2, schedule="constant", weight_decay=0.1, max_grad_norm=1.0, precision="fp32")
 
 
-def loaded(directory: Path, **spec: Any) -> tuple[Any, Any]:
+def loaded(directory: Path, **spec: Any) -> Any:
     """Load a model, which `ptf check` takes too."""
     model = ModelConfig(path="-", backend="hf", **spec)
     raise_if_unfit(directory, model, "lm")
     return load_model(directory, World(), model, seed=0, precision="fp32")
 
 
-def exported(model: Any, family: Any, source: Path, directory: Path) -> dict[str, torch.Tensor]:
+def exported(model: Any, source: Path, directory: Path) -> dict[str, torch.Tensor]:
     carried = bridge.carried_tensors(model, source)
-    bridge.save_hf(bridge.hf_tensors(model, family), source, directory, writes=True, carried=carried)
+    bridge.save_hf(bridge.hf_tensors(model), source, directory, writes=True, carried=carried)
     return load_file(directory / "model.safetensors")
 
 
@@ -58,7 +58,7 @@ def test_only_the_language_model_trains_and_the_rest_is_exported_as_it_is(model_
     outside = hf_backend.carried_names(source)
     rounded = {n: t.to(torch.bfloat16) if n in outside and t.is_floating_point() else t for n, t in before.items()}
     save_file(rounded, source / "model.safetensors", metadata={"format": "pt"})  # of another dtype than the text
-    model, family = loaded(source)
+    model = loaded(source)
     assert {n for n, _ in model.hf.named_parameters()}.isdisjoint(model.outside_names)
     assert all(p.is_meta for _, _, part in model.outside.modules for p in part.parameters())  # no memory
     trainer = Trainer(model, World(), TRAIN)
@@ -66,7 +66,7 @@ def test_only_the_language_model_trains_and_the_rest_is_exported_as_it_is(model_
     losses = [trainer.step([batch], of_keys(SFT), step)["loss"] for step in range(3)]
     assert losses[-1] < losses[0]
 
-    after = exported(model, family, source, tmp_path / "out")
+    after = exported(model, source, tmp_path / "out")
     different = changed(rounded, after)
     assert different.isdisjoint(outside)
     assert len(different) > 0.8 * (len(before) - len(outside))
@@ -88,7 +88,7 @@ def test_only_the_language_model_trains_and_the_rest_is_exported_as_it_is(model_
 
 def test_the_layers_are_those_of_the_language_model(tmp_path):
     """The vision tower, which comes first in the model, has as many."""
-    model, _ = loaded(wrapper(tmp_path / "m", "llava"))
+    model = loaded(wrapper(tmp_path / "m", "llava"))
     assert model.hf.config.vision_config.num_hidden_layers == len(model.layers) == 2
     names = dict(model.hf.named_modules())
     assert model.layers is names["model.language_model.layers"]
@@ -109,8 +109,8 @@ def test_names_come_back_as_the_checkpoint_has_them(tmp_path):
     assert stored.keys().isdisjoint(older)
     for i, tensors in enumerate((older, stored)):
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        model, family = loaded(source)
-        assert changed(tensors, exported(model, family, source, tmp_path / f"out-{i}")) == set()
+        model = loaded(source)
+        assert changed(tensors, exported(model, source, tmp_path / f"out-{i}")) == set()
 
 
 def test_logits_are_scaled_as_the_whole_model_scales_them(tmp_path):
@@ -123,7 +123,7 @@ def test_logits_are_scaled_as_the_whole_model_scales_them(tmp_path):
         config = json.loads((source / "config.json").read_text())
         config["text_config"][key] = 5.0
         (source / "config.json").write_text(json.dumps(config))
-        model, _ = loaded(source)
+        model = loaded(source)
         assert (model.scale, model.softcap) == (scale, cap)
     model.hf.lm_head.register_forward_hook(lambda module, args, output: output + 0.1 * output.abs().sqrt())
     with pytest.raises(UserError, match="the logits of gemma4 are not its head applied"):
@@ -131,7 +131,7 @@ def test_logits_are_scaled_as_the_whole_model_scales_them(tmp_path):
 
 
 def test_text_that_depends_on_the_rest_is_refused(tmp_path):
-    model, _ = loaded(wrapper(tmp_path / "m", "llava"))
+    model = loaded(wrapper(tmp_path / "m", "llava"))
     _, _, projector = next(part for part in model.outside.modules if "projector" in part[1])
 
     def add(module: Any, args: Any, output: Any) -> Any:
@@ -151,7 +151,7 @@ def test_what_lies_outside_the_language_model_is_refused_by_name(tmp_path):
         loaded(source, trainable=["model.vision_tower"])
     with pytest.raises(UserError, match=r"model.lora.targets: model\.vision_tower\.\* is outside the language model"):
         loaded(source, lora={**LORA, "targets": ["*.q_proj", "model.vision_tower.*"]})
-    model, _ = loaded(source, lora={**LORA, "targets": ["*.q_proj"]}, trainable=["lm_head"])  # control
+    model = loaded(source, lora={**LORA, "targets": ["*.q_proj"]}, trainable=["lm_head"])  # control
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 5
     assert all("language_model" in n or "lm_head" in n for n in trained)
@@ -183,7 +183,7 @@ def test_layers_that_text_does_not_use_are_refused(tmp_path):
 def test_random_weights_are_drawn_for_the_whole_model(tmp_path):
     source = wrapper(tmp_path / "m", "llava")
     before = load_file(source / "model.safetensors")
-    model, family = loaded(source, init="random")
-    after = exported(model, family, source, tmp_path / "out")
+    model = loaded(source, init="random")
+    after = exported(model, source, tmp_path / "out")
     assert after.keys() == before.keys()
     assert any("vision_tower" in name and not torch.equal(before[name], after[name]) for name in before)

@@ -156,17 +156,17 @@ def test_a_file_uri_and_a_missing_one(model, tmp_path):
 
 
 def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_path, monkeypatch):
-    first, family = bridge.load(model)
+    first = bridge.load(model)
     with monkeypatch.context() as patch:
         patch.setattr(bridge, "SHARD_BYTES", 50_000)
-        bridge.save_hf(bridge.hf_tensors(first, family), model, tmp_path / "sharded", writes=True)
+        bridge.save_hf(bridge.hf_tensors(first), model, tmp_path / "sharded", writes=True)
     shards = sorted(f.name for f in (tmp_path / "sharded").glob("*.safetensors"))
     assert len(shards) > 2
     memory.put(f"{tmp_path}/sharded/", "/models/sharded/", recursive=True)
     local = bridge.locate("memory://models/sharded", cache=str(tmp_path / "cache"))
-    second, family = bridge.load(local)
+    second = bridge.load(local)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    bridge.save_hf(bridge.hf_tensors(second, family), local, tmp_path / "whole", writes=True)
+    bridge.save_hf(bridge.hf_tensors(second), local, tmp_path / "whole", writes=True)
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     assert not list((tmp_path / "whole").glob("*.index.json"))
     (local / shards[1]).unlink()

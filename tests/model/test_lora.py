@@ -21,7 +21,7 @@ from ptf.model.adapter_directory import AdapterDirectory
 from ptf.model.chunked import cross_entropy
 from ptf.model.components import OWN
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family, family_of
+from ptf.model.families import family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, LoraLinear, adapter_names, adapters, adapters_off, grouped
 from ptf.model.peft_format import PeftFormat, save
@@ -53,7 +53,7 @@ def checkpoint(model_type: str, directory: Path, **more) -> Path:
     return directory
 
 
-def loaded(directory: Path, lora: Lora | None, **parts) -> tuple[Decoder, Family]:
+def loaded(directory: Path, lora: Lora | None, **parts) -> Decoder:
     return bridge.load(directory, factory=LayerFactory(lora=lora, **parts))
 
 
@@ -81,7 +81,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_new_adapter_changes_nothing_and_without_it_a_trained_model_is_its_base(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
-    base, (model, _) = logits(loaded(directory, None)[0]), loaded(directory, LORA)
+    base, model = logits(loaded(directory, None)), loaded(directory, LORA)
     assert torch.equal(logits(model), base)
     trained(model)
     assert relative(logits(model), base) > 1e-2
@@ -99,22 +99,22 @@ def test_a_new_adapter_changes_nothing_and_without_it_a_trained_model_is_its_bas
 @pytest.mark.parametrize("model_type", [*FAMILIES, *SHARED])
 def test_the_merged_model_is_the_adapted_one(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
-    model, family = loaded(directory, LORA)
+    model = loaded(directory, LORA)
     trained(model)
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, tmp_path / "merged", writes=True)
-    assert {name for name, _ in bridge.hf_tensors(model, family)} == bridge.hf_names(loaded(directory, None)[0], family)
-    assert relative(logits(loaded(tmp_path / "merged", None)[0]), logits(model)) <= 1e-5
+    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "merged", writes=True)
+    assert {name for name, _ in bridge.hf_tensors(model)} == bridge.hf_names(loaded(directory, None))
+    assert relative(logits(loaded(tmp_path / "merged", None)), logits(model)) <= 1e-5
     with torch.no_grad():  # negative control: a merge that forgot one adapter is seen
         model.get_parameter(next(iter(adapters(model).values())).b).mul_(1.5)
-    assert relative(logits(loaded(tmp_path / "merged", None)[0]), logits(model)) > 1e-4
+    assert relative(logits(loaded(tmp_path / "merged", None)), logits(model)) > 1e-4
 
 
 def test_every_projection_but_routers_and_head_is_a_target_unless_the_job_says_otherwise(tmp_path):
-    mixture, _ = loaded(checkpoint("qwen3_moe", tmp_path / "m"), LORA)
+    mixture = loaded(checkpoint("qwen3_moe", tmp_path / "m"), LORA)
     attention = {f"attn.{p}_proj.weight" for p in "qkvo"}
     last = {name.split(".", 2)[2] for name in adapters(mixture) if name.startswith("layers.1.")}
     assert last == attention | {f"moe.experts.{p}_proj" for p in ("gate", "up", "down")}
-    few, _ = loaded(tmp_path / "m", Lora(targets=("layers.0.attn.[qv]_proj", "layers.*.moe.router")))
+    few = loaded(tmp_path / "m", Lora(targets=("layers.0.attn.[qv]_proj", "layers.*.moe.router")))
     assert {n for n in adapters(few) if n.startswith("layers.0.")} == {
         f"layers.0.{p}.weight" for p in ("attn.q_proj", "attn.v_proj", "moe.router")
     }
@@ -145,7 +145,7 @@ def test_the_scale_is_alpha_over_the_rank():
 
 
 def test_experts_adapters_are_those_of_each_tokens_expert(tmp_path):
-    model, _ = loaded(checkpoint("gpt_oss", tmp_path / "m"), LORA)
+    model = loaded(checkpoint("gpt_oss", tmp_path / "m"), LORA)
     experts: Any = trained(model).layers[0].moe.experts
     n, (count, out, into) = 40, experts.gate_proj.shape
     x, expert = torch.randn(n, into), torch.randint(0, count, (n,)).sort().values
@@ -161,7 +161,7 @@ def test_adapters_begin_from_seed_and_name_and_leave_random_weights_as_they_were
     spec = ModelConfig(path=str(directory), init="random", lora=LoraConfig(rank=4))
 
     def start(seed, spec=spec):
-        return dict(load_model(directory, World(), spec, seed=seed, precision="fp32")[0].named_parameters())
+        return dict(load_model(directory, World(), spec, seed=seed, precision="fp32").named_parameters())
 
     first, again, other, plain = start(1), start(1), start(2), start(1, ModelConfig(path=str(directory), init="random"))
     read = start(1, ModelConfig(path=str(directory), lora=LoraConfig(rank=4)))
@@ -195,7 +195,7 @@ def test_gradients_go_where_something_trains_and_nowhere_else(tmp_path, model_ty
     directory = checkpoint(model_type, tmp_path / "m")
 
     def start(**more):
-        return load_model(directory, World(), ModelConfig(path=str(directory), **more), seed=0, precision="fp32")[0]
+        return load_model(directory, World(), ModelConfig(path=str(directory), **more), seed=0, precision="fp32")
 
     adapted = start(lora=LoraConfig(rank=2))
     assert gradients(adapted) == adapter_names(adapted) != set()
@@ -218,7 +218,7 @@ def test_gradients_go_where_something_trains_and_nowhere_else(tmp_path, model_ty
 
 def test_what_no_checkpoint_has_trains_beside_the_adapters(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
-    scalar, family = load_model(
+    scalar = load_model(
         directory,
         World(),
         ModelConfig(path=str(directory), lora=LoraConfig(rank=2)),
@@ -227,28 +227,28 @@ def test_what_no_checkpoint_has_trains_beside_the_adapters(tmp_path):
         head="scalar",
     )
     assert {n for n, p in scalar.named_parameters() if p.requires_grad} == {*adapter_names(scalar), "head.weight"}
-    assert PeftFormat(scalar, family).obstacles() == ["head.weight (not an adapter)"]
+    assert PeftFormat(scalar).obstacles() == ["head.weight (not an adapter)"]
 
 
 def test_a_component_of_the_users_own_trains_whole_and_its_projections_may_be_adapted(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
-    model, family = loaded(
+    model = loaded(
         directory,
         Lora(4, 8.0, targets=("layers.0.mlp.into", "layers.0.attn.q_proj")),
         replace={"layers.0.mlp": NarrowMLP},
     )
-    freeze(model, family, None)
+    freeze(model, None)
     assert {n for n, p in model.named_parameters() if p.requires_grad} - adapter_names(model) == {
         "layers.0.mlp.into.weight",
         "layers.0.mlp.out.weight",
     }
     mlp: Any = trained(model).layers[0].mlp
-    found = dict(bridge.hf_tensors(model, family))
+    found = dict(bridge.hf_tensors(model))
     torch.testing.assert_close(
         found[OWN + "layers.0.mlp.into.weight"], mlp.into.weight + 2 * mlp.into.lora_b @ mlp.into.lora_a
     )
     assert torch.equal(found[OWN + "layers.0.mlp.out.weight"], mlp.out.weight)
-    assert "layers.0.mlp.into.weight (Hugging Face has no such projection)" in PeftFormat(model, family).obstacles()
+    assert "layers.0.mlp.into.weight (Hugging Face has no such projection)" in PeftFormat(model).obstacles()
 
 
 @pytest.mark.parametrize("lora", [LORA, ONE, EXPERTS_ALONE], ids=["all", "one", "experts"])
@@ -264,11 +264,11 @@ def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
     if lora is ONE and model_type == "deepseek_v3":
         lora = replace(ONE, targets=("layers.0.attn.kv_a_proj", "layers.0.attn.kv_b_proj"))
     directory = checkpoint(model_type, tmp_path / "m")
-    model, family = loaded(directory, lora)
-    form = PeftFormat(trained(model), family)
+    model = loaded(directory, lora)
+    form = PeftFormat(trained(model))
     save(form.tensors(), form.config(str(directory)), tmp_path / "adapter", writes=True)
-    again, _ = loaded(directory, lora)
-    PeftFormat(again, family).fill(tmp_path / "adapter" / "adapter_model.safetensors")
+    again = loaded(directory, lora)
+    PeftFormat(again).fill(tmp_path / "adapter" / "adapter_model.safetensors")
     assert torch.equal(logits(again), logits(model))
     tokens = torch.randint(0, model.config.vocab, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -294,12 +294,12 @@ def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
 
 @pytest.mark.parametrize("model_type", SHARED)
 def test_adapters_of_shared_experts_are_refused_by_the_adapter_format(tmp_path, model_type):
-    model, family = loaded(checkpoint(model_type, tmp_path / "m"), LORA)
+    model = loaded(checkpoint(model_type, tmp_path / "m"), LORA)
     adapted = {n for n in adapters(model) if ".shared." in n}
     assert any(n.endswith("shared.down_proj.weight") for n in adapted)
     assert not any(n.endswith("shared_gate.weight") for n in adapters(model))
     model.requires_grad_(False)
-    named = {text.split(" (")[0] for text in PeftFormat(model, family).obstacles()}
+    named = {text.split(" (")[0] for text in PeftFormat(model).obstacles()}
     assert adapted <= named
     assert any(".experts." in n for n in named) == (model_type == "qwen2_moe")
 
@@ -307,14 +307,14 @@ def test_adapters_of_shared_experts_are_refused_by_the_adapter_format(tmp_path, 
 @pytest.mark.parametrize("lora", [LORA, ONE], ids=["all", "one"])
 def test_an_adapter_of_projections_that_share_a_tensor_is_read_back(tmp_path, lora):
     directory = checkpoint("phi3", tmp_path / "m")
-    model, family = loaded(directory, lora)
-    form = PeftFormat(trained(model), family)
+    model = loaded(directory, lora)
+    form = PeftFormat(trained(model))
     config = form.config(str(directory))
     assert config["r"] == 3 * lora.rank
     save(form.tensors(), config, tmp_path / "adapter", writes=True)
     stored = AdapterDirectory.read(tmp_path / "adapter")
-    again, family = bridge.load(directory, factory=stored.factory(directory))
-    stored.fill(again, family)
+    again = bridge.load(directory, factory=stored.factory(directory))
+    stored.fill(again)
     torch.testing.assert_close(logits(again), logits(model))
     odd = {**config, "r": 4}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(odd))
@@ -330,19 +330,17 @@ def test_what_the_adapter_format_cannot_hold_is_named(tmp_path):
         "norm": {"lora": {}, "trainable": ["norm"]},
         "nothing": {"lora": {}},
     }.items():
-        model, family = load_model(
-            directory, World(), ModelConfig(path=str(directory), **spec), seed=0, precision="fp32"
-        )
-        found[name] = PeftFormat(model, family).obstacles()
+        model = load_model(directory, World(), ModelConfig(path=str(directory), **spec), seed=0, precision="fp32")
+        found[name] = PeftFormat(model).obstacles()
     assert found["nothing"] == []
     assert found["norm"] == ["norm.weight (not an adapter)"]
     assert found["router"][0] == "layers.0.moe.router.weight (PEFT and vLLM adapt no routers)"
     config = json.loads((directory / "config.json").read_text()) | {"mlp_only_layers": [0]}
     mixed = tmp_path / "mixed"
     random_reference(config, 0).save_pretrained(mixed)
-    model, family = loaded(mixed, LORA)
+    model = loaded(mixed, LORA)
     model.requires_grad_(False)
-    assert [n.split(" (")[0] for n in PeftFormat(model, family).obstacles()] == [
+    assert [n.split(" (")[0] for n in PeftFormat(model).obstacles()] == [
         f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")
     ]
 
@@ -358,7 +356,7 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
     rank = 0 if mesh is None else torch.distributed.get_rank()
     world = World(rank, size, mesh=None if mesh is None else make_mesh("cpu", size, mesh[0], mesh[2]))
     spec = ModelConfig(path=str(directory), lora=LoraConfig(rank=4, alpha=8), trainable=["norm", "layers.1.attn"])
-    model, family = load_model(directory, world, spec, seed=0, precision="fp32")
+    model = load_model(directory, world, spec, seed=0, precision="fp32")
     # AdamW would make much of a gradient's rounding
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
     losses = []
@@ -379,7 +377,7 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
         optimizer.zero_grad()
     return {
         "losses": torch.tensor(losses),
-        **dict([*bridge.hf_tensors(model, family), *PeftFormat(model, family).tensors()]),
+        **dict([*bridge.hf_tensors(model), *PeftFormat(model).tensors()]),
     }
 
 
@@ -396,7 +394,7 @@ def test_two_ranks_train_and_export_what_one_does(tmp_path):
     for family in FAMILIES:
         experts = {"qwen3_moe": {"num_experts": 4}, "gpt_oss": {"num_local_experts": 4}}.get(family, {})
         checkpoint(family, tmp_path / family, **EVEN, **experts)
-        alone[family], fresh = steps(tmp_path / family, None), dict(bridge.hf_tensors(*loaded(tmp_path / family, None)))
+        alone[family], fresh = steps(tmp_path / family, None), dict(bridge.hf_tensors(loaded(tmp_path / family, None)))
         moved = [name for name in fresh if relative(alone[family][name], fresh[name]) > 1e-3]
         assert {p for p in ("q_proj", "down_proj") for n in moved if p in n} == {"q_proj", "down_proj"}, (
             "negative control: something must have been trained"

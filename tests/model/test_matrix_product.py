@@ -107,7 +107,7 @@ def test_what_is_small_narrow_or_not_there_is_left_to_torch(rows, monkeypatch):
 def test_a_models_gradients_are_those_of_torchs_products(rows, tmp_path, recomputed):
     def gradients() -> dict[str, torch.Tensor]:
         place, tokens = checkpoint(tmp_path / "m"), torch.arange(48).view(2, 24) % 50
-        model, _ = load_model(
+        model = load_model(
             place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32", recomputed=recomputed
         )
         given = tokens, torch.arange(24).expand(2, 24), torch.zeros_like(tokens)
@@ -138,7 +138,7 @@ def test_onednn_is_taken_on_amds_cpus_with_avx512(tmp_path, monkeypatch):
 def test_a_run_does_not_continue_and_ranks_do_not_train_with_the_other_library(tmp_path, monkeypatch):
     def made() -> dict:
         place = checkpoint(tmp_path / "m")
-        model, _ = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32")
+        model = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32")
         return provenance.made_with(CPU, {}, "t", model.kernels)
 
     with_it = made()

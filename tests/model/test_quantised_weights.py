@@ -49,7 +49,7 @@ def models(directory: Path, form: str = "nf4", **changes: object) -> tuple[nn.Mo
     found = []
     for quantization in (form, None):
         spec = ModelConfig(path=str(directory), lora=LORA, quantization=quantization, **changes)
-        model, _ = load_model(directory, World(), spec, seed=0, precision="fp32")
+        model = load_model(directory, World(), spec, seed=0, precision="fp32")
         found.append(model)
     packed, plain = found
     parts, values = dict(packed.named_parameters()), dict(plain.named_parameters())
@@ -136,8 +136,8 @@ def test_nothing_is_held_between_forward_and_backward_but_bytes(tmp_path: Path) 
 def test_what_trains_is_not_packed_and_what_is_no_whole_block_is_refused(tmp_path: Path) -> None:
     directory = tiny.checkpoint(tmp_path / "m", **WIDTHS)
     spec = ModelConfig(path=str(directory), lora=LORA, quantization="nf4", trainable=["layers.0.attn.q_proj", "embed"])
-    model, family = bridge.build(directory, factory=layer_factory_of(spec, adapted=True))
-    freeze(model, family, spec.trainable)
+    model = bridge.build(directory, factory=layer_factory_of(spec, adapted=True))
+    freeze(model, spec.trainable)
     weights = quantised_weights(model)
     assert "layers.0.attn.q_proj.weight" not in weights
     assert "layers.1.attn.q_proj.weight" in weights

@@ -141,7 +141,7 @@ def test_compiled_parts_compute_the_same(models) -> None:
     gradients = []
     ways: tuple[tuple[bool, Recompute], ...] = ((False, "none"), (True, "none"), (True, "selective"))
     for compiled, recomputed in ways:
-        model, _ = load_model(
+        model = load_model(
             Path(models["qwen3"]),
             World(),
             ModelConfig(path=models["qwen3"]),

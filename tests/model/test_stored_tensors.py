@@ -58,8 +58,8 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
     return model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x))
 
 
-def exported(model: Any, family: Any, source: Path, directory: Path) -> dict[str, torch.Tensor]:
-    tensors, carried = bridge.hf_tensors(model, family), bridge.carried_tensors(model, source)
+def exported(model: Any, source: Path, directory: Path) -> dict[str, torch.Tensor]:
+    tensors, carried = bridge.hf_tensors(model), bridge.carried_tensors(model, source)
     bridge.save_hf(tensors, source, directory, writes=True, carried=carried)
     return load_file(directory / "model.safetensors")
 
@@ -73,13 +73,13 @@ def test_a_head_unlike_the_embedding_is_not_tied(backend, made, lora, tmp_path):
     if lora and made is not checkpoint:
         lora = LoraConfig(rank=2, alpha=2.0, targets=["*.c_attn"])
     source, batch = with_head(made(tmp_path / "m"), 1.0), packed([[9]], 9)
-    model, family = loaded(source, backend, lora=lora)
+    model = loaded(source, backend, lora=lora)
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=FP32).eval()(input_ids=batch.tokens).logits
     assert torch.allclose(logits(model, batch), theirs, atol=1e-4)
-    tied, _ = loaded(with_head(made(tmp_path / "tied"), 0.0), backend)
+    tied = loaded(with_head(made(tmp_path / "tied"), 0.0), backend)
     assert tied.config.tied
     assert not torch.allclose(logits(tied, batch), theirs, atol=1e-2)  # control
-    stored, after = load_file(source / "model.safetensors"), exported(model, family, source, tmp_path / "out")
+    stored, after = load_file(source / "model.safetensors"), exported(model, source, tmp_path / "out")
     assert after.keys() == stored.keys()
     assert torch.equal(after["lm_head.weight"], stored["lm_head.weight"])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
@@ -142,7 +142,7 @@ def test_each_tensor_keeps_the_dtype_that_its_file_had(model_type, backend, tmp_
     narrow = {n: t if n.endswith(KEPT) or not t.is_floating_point() else t.to(BF16) for n, t in stored.items()}
     rewritten(source, narrow, dtype="bfloat16")
     assert {t.dtype for t in narrow.values()} == {BF16, FP32}
-    after = exported(*loaded(source, backend), source, tmp_path / "out")
+    after = exported(loaded(source, backend), source, tmp_path / "out")
     assert {n: t.dtype for n, t in after.items()} == {n: t.dtype for n, t in narrow.items()}
     assert all(torch.equal(after[n], narrow[n]) for n in narrow)
 
@@ -155,8 +155,8 @@ def test_a_frozen_tensor_that_is_stored_in_fp32_is_held_in_it(backend, tmp_path)
     rewritten(source, narrow, dtype="bfloat16")
     spec = ModelConfig(path="-", backend=backend, lora=LoraConfig(rank=2, alpha=2.0))
     with joined("cpu", 60) as world:
-        model, family = load_model(source, world, spec, seed=0, precision="bf16")
-        after = exported(model, family, source, tmp_path / "out")
+        model = load_model(source, world, spec, seed=0, precision="bf16")
+        after = exported(model, source, tmp_path / "out")
     assert all(torch.equal(after[n], narrow[n]) for n in narrow if n.endswith("norm.weight"))
     held = {n: p.dtype for n, p in model.named_parameters() if "lora" not in n}
     assert {d for n, d in held.items() if n.endswith("norm.weight")} == {FP32}
@@ -181,7 +181,7 @@ def test_layers_that_predict_further_tokens_come_back(model_type, tmp_path):
     stored = load_file(source / "model.safetensors")
     backends: list[Backend] = ["hf"] if model_type == "olmo2" else ["hf", "ptf"]
     for backend in backends:
-        after = exported(*loaded(source, backend), source, tmp_path / backend)
+        after = exported(loaded(source, backend), source, tmp_path / backend)
         assert after.keys() == stored.keys()
         assert all(torch.equal(after[n], stored[n]) and after[n].dtype == stored[n].dtype for n in stored)
     assert name.format(n=layers) in hf_backend.carried_names(source)

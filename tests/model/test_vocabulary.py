@@ -41,7 +41,7 @@ def checkpoint(model_type: str, directory: Path, tied: bool | None = None) -> Pa
 
 
 def model_of(directory: Path) -> Decoder:
-    return bridge.load(directory)[0]
+    return bridge.load(directory)
 
 
 def loss_of(model: Decoder, batch, head=lambda h: h) -> torch.Tensor:
@@ -102,15 +102,15 @@ def test_any_slice_of_a_padded_table_is_read_from_the_shorter_one(count, a, b):
 
 
 def _sharded(directory: Path, out: Path, drawn: bool) -> dict:
-    model, family = bridge.build(directory)
+    model = bridge.build(directory)
     parallelize(model, make_mesh("cpu", 2, 1, 1), "fp32")
     bridge.materialize(model, torch.device("cpu"))
     if drawn:
         bridge.random_init(model, 3)
     else:
-        bridge.load_hf(model, directory, family)
+        bridge.load_hf(model, directory)
     rank = torch.distributed.get_rank()
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, out, writes=rank == 0)
+    bridge.save_hf(bridge.hf_tensors(model), directory, out, writes=rank == 0)
     return {"local": model.embed.weight.to_local().clone()}
 
 

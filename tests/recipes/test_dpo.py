@@ -60,7 +60,7 @@ def places(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def load(place: Path, **spec: object) -> Decoder:
-    return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32")[0]
+    return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32")
 
 
 def expected(recipe: DPO, policy, reference, made: list[PackUnit]) -> torch.Tensor:

@@ -114,7 +114,7 @@ def test_transformers_reads_the_same_scores(tmp_path):
     run = train(raw, "run", train__steps=4)
     tokenizer = Tokenizer.load(str(run / "model"))
     units = encode_preference({"prompt": "3+4=", "chosen": "7", "rejected": "81"}, tokenizer)
-    model, _ = load_model(
+    model = load_model(
         run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar"
     )
     ours = of_keys(RM).scores(model, Batch.of([units], 64)).tolist()

@@ -45,7 +45,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def load(place: Path, **spec: Any) -> Decoder:
-    return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32", head="scalar")[0]
+    return load_model(place, World(), ModelConfig(path=str(place), **spec), seed=0, precision="fp32", head="scalar")
 
 
 def data(recipe: RM, weight: float) -> list[PackUnit]:

@@ -42,7 +42,7 @@ def load(name: str, world: World, lora: LoraConfig | None) -> tuple[Decoder, dic
     def one(place, **more):
         return load_model(
             root / place, world, ModelConfig(path="-", lora=more.pop("lora", None)), seed=0, precision="fp32", **more
-        )[0]
+        )
 
     model = test_dpo.stirred(one(recipe.head, head=recipe.head, lora=lora))
     return model, {

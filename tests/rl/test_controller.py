@@ -305,10 +305,10 @@ def test_a_tensor_that_the_native_engine_did_not_load_is_found_in_what_it_holds(
     name = "model.layers.0.mlp.down_proj.weight"
     before: dict[str, torch.Tensor] = {}
 
-    def stale(model, tensors, family):
+    def stale(model, tensors):
         tensors = dict(tensors)
         before[name], tensors[name] = tensors[name], before.get(name, tensors[name])
-        load(model, tensors, family)
+        load(model, tensors)
 
     monkeypatch.setattr(bridge, "load_hf_tensors", stale)
     raw["train"] |= {"precision": precision, "lr": 1e-4}

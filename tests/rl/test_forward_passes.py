@@ -15,9 +15,9 @@ from tests import tiny
 
 
 def decoder(directory: Path) -> Decoder:
-    model, family = bridge.build(tiny.checkpoint(directory / "m", tied=False))
+    model = bridge.build(tiny.checkpoint(directory / "m", tied=False))
     model.to_empty(device=torch.device("cpu"))
-    bridge.load_hf(model, directory / "m", family)
+    bridge.load_hf(model, directory / "m")
     return model
 
 

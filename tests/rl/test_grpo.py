@@ -42,7 +42,7 @@ def groups(n: int = 3, size: int = 4) -> list[tuple[Trajectory, ...]]:
     ],
 )
 def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
-    model, _ = bridge.load(checkpoint(tmp_path / "m"))
+    model = bridge.load(checkpoint(tmp_path / "m"))
     model.double()
     scored = groups()
     sequences = pack_all(recipe.compute_advantages(scored), 40)
@@ -90,7 +90,7 @@ def test_loss_and_gradient_equal_the_equations(tmp_path, recipe):
 )
 def test_the_first_step_from_rollouts_has_the_gradient_of_any_other(tmp_path, recipe):
     """Where π_old is the policy, what is known beforehand gives the same as what is found on the way."""
-    model, _ = bridge.load(checkpoint(tmp_path / "m"))
+    model = bridge.load(checkpoint(tmp_path / "m"))
     batch = Batch.of(
         pack_all(
             recipe.compute_advantages([tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]),
@@ -142,7 +142,7 @@ def test_answers_without_a_result_enter_no_advantage():
 @pytest.mark.parametrize("rest", [{}, {"kl_coef": 0.1, "update_epochs": 2, "clip_low": 0.01, "tis_cap": 0.9}])
 def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path, rest):
     """Its coefficients do not add up to the number of answers that a step divides by."""
-    model, _ = bridge.load(checkpoint(tmp_path / "m"))
+    model = bridge.load(checkpoint(tmp_path / "m"))
     found = []
     for loss_aggregation in ("constant_length", "episode_mean"):
         recipe = of_keys(GRPO, loss_aggregation=loss_aggregation, max_new_tokens=1000, **rest)
@@ -171,7 +171,7 @@ def test_metrics_of_a_loss_by_a_constant_length_are_means_over_answers(tmp_path,
 )
 def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
     """As if its group were there so often."""
-    model, _ = bridge.load(checkpoint(tmp_path / "m"))
+    model = bridge.load(checkpoint(tmp_path / "m"))
     first, second, third = groups()
     weighed = tuple(dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, weight=3.0)) for t in second)
     found = []
@@ -186,7 +186,7 @@ def test_a_prompt_counts_as_the_weight_of_its_row_says(tmp_path, recipe):
 @pytest.mark.parametrize("recipe", [of_keys(GRPO), of_keys(GRPO, kl_coef=0.1, loss_aggregation="episode_mean")])
 def test_the_weight_of_a_row_scales_its_gradient_and_its_part_of_the_denominator(tmp_path, recipe, weight):
     """∇(L₁ + w L₂) / (n₁ + w n₂), where n counts the tokens, or the answers, of a prompt's group."""
-    model, _ = bridge.load(checkpoint(tmp_path / "m"))
+    model = bridge.load(checkpoint(tmp_path / "m"))
     model.double()
     one, two = groups(2)
     weighed = tuple(dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, weight=weight)) for t in two)

@@ -217,7 +217,7 @@ def test_a_run_computes_the_value_after_what_was_truncated(ppo, monkeypatch):
 def test_the_value_after_a_sample_is_that_before_the_token_that_would_follow(tmp_path):
     """Beside the values of samples that are one token longer."""
     place = checkpoint(tmp_path / "m")
-    critic, _ = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32", head="scalar")
+    critic = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32", head="scalar")
     units = of_keys(PPO).compute_advantages(scored())
     samples = [sample for (sample,) in units]
     longer = [Sample(np.append(s.tokens, 5).astype(np.int32), np.ones(len(s) + 1, np.float32)) for s in samples]

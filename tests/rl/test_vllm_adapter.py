@@ -68,13 +68,13 @@ def serve(place: str) -> None:
 
 
 def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
-    model, family = bridge.load(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
+    model = bridge.load(directory, factory=LayerFactory(lora=Lora(8, 16.0 * 8**0.5)))
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name in sorted(adapter_names(model)):
             p = model.get_parameter(name)
             p += 0.03 * torch.randn(p.shape, generator=g)
-    return model, PeftFormat(model, family)
+    return model, PeftFormat(model)
 
 
 def in_process(function: str, place: Path) -> None:

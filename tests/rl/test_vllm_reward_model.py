@@ -39,7 +39,7 @@ def serve(model: str, asked: str, found: str) -> None:
 def test_vllm_gives_the_same_scores(tmp_path):
     run = train(preferences(tmp_path, "rm"), "run", train__steps=4)
     (pair,) = encode_preference({"prompt": "3+4=", "chosen": "7", "rejected": "81"}, Tokenizer.load(str(run / "model")))
-    model, _ = load_model(
+    model = load_model(
         run / "model", World(), ModelConfig(path=str(run / "model")), seed=0, precision="fp32", head="scalar"
     )
     with torch.no_grad():

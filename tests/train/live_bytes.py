@@ -158,8 +158,8 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
     try:
         mesh = make_mesh("cpu", ranks, job.compute.mesh.replicate, 1)
         with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
-            model, family = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model, adapted=True))
-            freeze(model, family, job.model.trainable)
+            model = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model, adapted=True))
+            freeze(model, job.model.trainable)
             hold_frozen(model, frozen_dtype(directory, config.precision, exported=True))
             parallelize(model, mesh, config.precision, recomputed=config.activation_checkpointing)
             model.to_empty(device=torch.device("cpu"))
@@ -195,7 +195,7 @@ def _units(job: Job) -> list[PackUnit]:
 
 
 def _frozen(directory: Path, mesh: Any, precision: str) -> Any:
-    model, _ = bridge.build(directory)
+    model = bridge.build(directory)
     model.requires_grad_(False)
     hold_frozen(model, frozen_dtype(directory, precision, exported=False))
     parallelize(model, mesh, precision)

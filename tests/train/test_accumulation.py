@@ -77,7 +77,7 @@ def last_layer_plain(model: Decoder) -> Iterator[None]:
 
 def loaded(world: World, lora: bool = False) -> tuple[Decoder, Trainer]:
     spec = ModelConfig(path="-", lora=LoraConfig(rank=4) if lora else None)
-    model, _ = load_model(Path(os.environ[MODEL]), world, spec, seed=0, precision="fp32")
+    model = load_model(Path(os.environ[MODEL]), world, spec, seed=0, precision="fp32")
     return model, Trainer(model, world, TrainConfig(steps=1, lr=1e-3))
 
 

@@ -17,10 +17,10 @@ from tests.tiny import checkpoint
 def test_an_export_says_how_it_differs_from_its_source(tmp_path, capsys):
     source = checkpoint(tmp_path / "m")
     character_tokenizer("0123456789", source)
-    model, family = load_model(source, World(), ModelConfig(path="-"), seed=0, precision="fp32")
+    model = load_model(source, World(), ModelConfig(path="-"), seed=0, precision="fp32")
     (tmp_path / "run").mkdir()
     out = tmp_path / "run" / "model"
-    export(model, family, source, out, World(), str(source))
+    export(model, source, out, World(), str(source))
     tensors = load_file(source / "model.safetensors")
     said = capsys.readouterr().out
     assert f"export: names and dtypes of {len(tensors)} tensors and the chat templates are those of {source}" in said

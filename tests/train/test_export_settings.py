@@ -45,11 +45,11 @@ def base(tmp_path: Path) -> Path:
 
 def exported(source: Path, head: Literal["lm", "scalar"] = "lm") -> Path:
     """Export the model in `source` as a run does."""
-    model, family = bridge.load(source, head=head)
+    model = bridge.load(source, head=head)
     if head == "scalar":
         torch.nn.init.normal_(model.get_parameter("head.weight"))
     directory = source.parent / "run" / "model"
-    export(model, family, source, directory, World(), str(source))
+    export(model, source, directory, World(), str(source))
     return directory
 
 

@@ -35,17 +35,17 @@ def world() -> Iterator[World]:
 
 def stored(directory: Path, model_type: str, dtype: torch.dtype) -> Path:
     checkpoint(model_type, directory)
-    model, family = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
+    model = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
     config = json.loads((directory / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "model.safetensors").unlink()  # whose dtype an export would have
-    bridge.save_hf(bridge.hf_tensors(model, family), directory, directory.with_name("stored"), writes=True)
+    bridge.save_hf(bridge.hf_tensors(model), directory, directory.with_name("stored"), writes=True)
     return directory.with_name("stored")
 
 
 def loaded(directory: Path, world: World, *, lora: bool = False, frozen: bool = False):
     spec = ModelConfig(path=str(directory), lora=LORA if lora else None)
-    model, _ = load_model(directory, world, spec, seed=0, precision="bf16", frozen=frozen)
+    model = load_model(directory, world, spec, seed=0, precision="bf16", frozen=frozen)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_b"):
@@ -82,8 +82,8 @@ def test_an_adapter_is_merged_into_what_the_checkpoint_stores(tmp_path, world) -
         model = loaded(directory, world, lora=True)
         names = adapter_names(model)
         assert {p.dtype for n, p in model.named_parameters() if n not in names} == {dtype}
-        base = dict(bridge.build(directory)[0].named_parameters())
-        plain, _ = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
+        base = dict(bridge.build(directory).named_parameters())
+        plain = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
         merged, pairs = Merged(model), adapters(model)
         for name, expected in plain.named_parameters():
             if (pair := pairs.get(name)) is not None:

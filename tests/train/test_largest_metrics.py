@@ -48,7 +48,7 @@ def found(world: World) -> dict[str, dict[str, float]]:
     spec, model_directory = ModelConfig(path="-"), Path(os.environ[MODEL])
     results = {}
     for deterministic in (False, True):
-        model, _ = load_model(model_directory, World() if deterministic else world, spec, seed=0, precision="fp32")
+        model = load_model(model_directory, World() if deterministic else world, spec, seed=0, precision="fp32")
         train = TrainConfig(steps=1, lr=1e-3, deterministic=deterministic)
         if deterministic:
             micro, numbers = shard_sequences_singly(SEQUENCES, world)

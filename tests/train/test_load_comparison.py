@@ -39,7 +39,7 @@ def compared(source: Path, model: Any, precision: str = "fp32", row: list[int] =
 @pytest.mark.parametrize("layers", [1, 3])
 def test_the_losses_are_printed_and_another_reading_is_refused(layers, few, backend, tmp_path, monkeypatch, capsys):
     source = checkpoint(tmp_path / "m", num_hidden_layers=layers)
-    model, _ = loaded(source, backend)
+    model = loaded(source, backend)
     size = sum(p.numel() for p in model.parameters())
     monkeypatch.setattr(load_comparison, "WHOLE", size - 1 if few else size)
     compared(source, model, backend=backend)
@@ -70,7 +70,7 @@ def test_the_losses_are_printed_and_another_reading_is_refused(layers, few, back
 )
 def test_what_is_not_compared_is_said(reason, head, row, spec, tmp_path, monkeypatch, capsys):
     source = checkpoint(tmp_path / "m")
-    model, _ = load_model(source, World(), ModelConfig(path="-"), seed=0, precision="fp32", head=head)
+    model = load_model(source, World(), ModelConfig(path="-"), seed=0, precision="fp32", head=head)
     for limit in ("WHOLE", "CUT"):
         monkeypatch.setattr(load_comparison, limit, 1)
     compared(source, model, row=row, **spec)
@@ -84,14 +84,14 @@ def test_an_error_without_a_message_is_said(tmp_path, monkeypatch, capsys):
 
     source = checkpoint(tmp_path / "m")
     monkeypatch.setattr(load_comparison, "reference", fails)
-    compared(source, loaded(source, "ptf")[0])
+    compared(source, loaded(source, "ptf"))
     assert "transformers cannot compute it: AssertionError" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("in_bf16", "refused"), [(1.45, True), (1.2, False)])
 def test_what_bf16_does_to_transformers_is_permitted(in_bf16, refused, tmp_path, monkeypatch):
     source = checkpoint(tmp_path / "m")
-    model, _ = loaded(source, "ptf")
+    model = loaded(source, "ptf")
     ours = -float(logprobs_of(model, np.asarray(ROW[:32], np.int32), World()).mean())
     theirs = {FP32: 1.5 * ours, BF16: in_bf16 * ours}
     monkeypatch.setattr(load_comparison, "_their_loss", lambda _, __, dtype=FP32: theirs[dtype])
@@ -102,7 +102,7 @@ def test_what_bf16_does_to_transformers_is_permitted(in_bf16, refused, tmp_path,
 def _of_two_ranks() -> tuple[str, bool]:
     source, spec = checkpoint(Path.cwd() / f"{dist.get_rank()}-model", num_hidden_layers=3), ModelConfig(path="-")
     world, said = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), io.StringIO()
-    whole, sharded = (load_model(source, w, spec, seed=0, precision="fp32")[0] for w in (World(), world))
+    whole, sharded = (load_model(source, w, spec, seed=0, precision="fp32") for w in (World(), world))
     with redirect_stdout(said):
         compare_with_transformers(whole, source, spec, ROW, world, "fp32")  # train.deterministic
         load_comparison.WHOLE = 1

@@ -43,7 +43,7 @@ def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
     every tensor is read before any is cut."""
     rank = dist.get_rank()
     world = World(rank, 2, mesh=make_mesh("cpu", 2, 1, tensor))
-    model, family = bridge.build(directory)
+    model = bridge.build(directory)
     parallelize(model, world.mesh, "fp32")
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier model left to the allocator would hide what this one takes
@@ -59,11 +59,9 @@ def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
     thread.start()
     bridge.materialize(model, world.device)
     if whole:
-        bridge.load_hf_tensors(
-            model, {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()}, family
-        )
+        bridge.load_hf_tensors(model, {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()})
     else:
-        bridge.load_hf(model, directory, family)
+        bridge.load_hf(model, directory)
     done.set()
     thread.join()
     return most - before, sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
@@ -80,11 +78,11 @@ def test_a_rank_needs_memory_for_its_shards_alone(tmp_path) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    model, family = bridge.build(directory)
+    model = bridge.build(directory)
     bridge.materialize(model, torch.device("cpu"))
     bridge.random_init(model, 0)
     save_file(
-        {n: t.contiguous() for n, t in bridge.hf_tensors(model, family)},
+        {n: t.contiguous() for n, t in bridge.hf_tensors(model)},
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -51,7 +51,7 @@ def test_a_resumed_run_ends_with_the_same_bits_and_its_checkpoints_hold_what_tra
     (newest, *_) = sorted((whole / "checkpoints").glob("step_*"), reverse=True)
     saved = FileSystemReader(newest / "tensors").read_metadata().state_dict_metadata
     kept = {n.removeprefix("model.") for n in saved if n.startswith("model.")}
-    model, _ = load_model(whole / "start", World(), ModelConfig(path="", lora=LORA), seed=0, precision="fp32")
+    model = load_model(whole / "start", World(), ModelConfig(path="", lora=LORA), seed=0, precision="fp32")
     assert kept == adapter_names(model)
     assert {n.split(".", 2)[2].rpartition(".")[0] for n in saved if n.startswith("optimizer.state.")} == adapter_names(
         model
@@ -94,14 +94,14 @@ def test_an_export_that_is_not_what_was_trained_is_no_success(raw, monkeypatch, 
     else:
         export = adapter.export_adapter
 
-        def damaged(model, family, source, merged, *rest):
+        def damaged(model, source, merged, *rest):
             file = merged / "model.safetensors"
             save_file(
                 {n: t * 1.5 if "down_proj" in n else t for n, t in load_file(file).items()},
                 file,
                 metadata={"format": "pt"},
             )
-            export(model, family, source, merged, *rest)
+            export(model, source, merged, *rest)
 
         monkeypatch.setattr("ptf.train.loop.export_adapter", damaged)
     with pytest.raises(UserError, match=f"loaded again, .*{what}.* differs from the trained model by"):
@@ -139,7 +139,7 @@ def test_grpo_trains_adapters(tmp_path, monkeypatch, sent):
 
 def test_learning_rates_go_by_group(tmp_path):
     directory = tiny.checkpoint(tmp_path / "m", tied=False)
-    model, _ = load_model(
+    model = load_model(
         directory,
         World(),
         ModelConfig(path=str(directory), trainable=["embed", "head", "norm"]),
@@ -201,7 +201,7 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     assert worst(learner.logprobs(samples), reference.logprobs(samples)) > 1e-2
     found = learner.collect_weights(0)
     assert found is not None
-    bridge.load_hf_tensors(reference.model, {name: t for bucket in found[0] for name, t in bucket}, reference.family)
+    bridge.load_hf_tensors(reference.model, {name: t for bucket in found[0] for name, t in bucket})
     assert worst(learner.logprobs(samples), reference.logprobs(samples)) < 1e-5
 
 

@@ -106,7 +106,7 @@ def tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def trained(directory: Path, world: World, steps: range, resumed: str | None = None) -> Trainer:
-    model, _ = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="fp32")
+    model = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="fp32")
     trainer = Trainer(model, world, CONFIG)
     if resumed:
         with trainer.whole_optimizer():
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_one_rank_has_the_same_codes_on_two(tmp_path: Path) -> N
 def test_a_checkpoint_whose_moments_are_stored_otherwise_is_refused(tmp_path: Path) -> None:
     """As with another mesh, where other moments are in 8 bits."""
     directory, stored = checkpoint(tmp_path / "m", hidden_size=64, intermediate_size=128), str(tmp_path / "stored")
-    model, _ = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
+    model = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
     trainer = Trainer(model, World(), CONFIG.model_copy(update={"optimizer": "adamw"}))
     trainer.step([BATCHES[0]], of_keys(SFT), 0)
     checkpoints.write(stored, checkpoints.tensors_of(model, trainer.optimizer), {}, World())

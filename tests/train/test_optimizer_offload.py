@@ -49,8 +49,8 @@ def trained(model: Any, world: World, limit: int | None, seen: list[int]) -> Tra
 @pytest.mark.parametrize("limit", [1, LIMIT, 1 << 40])
 def test_steps_have_the_bits_of_those_without(tmp_path, limit: int) -> None:
     directory, seen = checkpoint(tmp_path / "m"), []
-    plain = trained(bridge.load(directory)[0], World(), None, seen)
-    mine = trained(bridge.load(directory)[0], World(), limit, seen)
+    plain = trained(bridge.load(directory), World(), None, seen)
+    mine = trained(bridge.load(directory), World(), limit, seen)
     for a, b in zip(plain.model.parameters(), mine.model.parameters(), strict=True):
         assert torch.equal(a, b)
     averages = resident(plain.optimizer)
@@ -66,7 +66,7 @@ def test_steps_have_the_bits_of_those_without(tmp_path, limit: int) -> None:
 def sharded(directory: str) -> bool:
     world = World(rank=dist.get_rank(), size=2, mesh=make_mesh("cpu", 2, 1, 1))
     spec = ModelConfig(path=directory)
-    models = [load_model(Path(directory), world, spec, seed=0, precision="fp32")[0] for _ in range(2)]
+    models = [load_model(Path(directory), world, spec, seed=0, precision="fp32") for _ in range(2)]
     plain, mine = (trained(m, world, limit, []) for m, limit in zip(models, (None, LIMIT), strict=True))
     pairs = zip(plain.model.parameters(), mine.model.parameters(), strict=True)
     return all(isinstance(a, DTensor) and torch.equal(a.to_local(), b.to_local()) for a, b in pairs)

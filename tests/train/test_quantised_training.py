@@ -54,10 +54,10 @@ def test_a_run_resumes_to_the_bit_and_merges_its_adapter_into_the_weights_of_the
     assert losses[-1] < losses[0] - 0.1
 
     spec = ModelConfig(path=str(whole / "start"), lora=LoraConfig(**LORA), quantization="nf4")
-    trained, family = load_model(whole / "start", World(), spec, seed=0, precision="fp32")
+    trained = load_model(whole / "start", World(), spec, seed=0, precision="fp32")
     pairs = load_file(whole / "adapter" / "adapter_model.safetensors")
     merged, start = load_file(whole / "model" / "model.safetensors"), load_file(whole / "start" / "model.safetensors")
-    rounded = dict(bridge.under_hf_names(Merged(trained), trained, family))
+    rounded = dict(bridge.under_hf_names(Merged(trained), trained))
     names = {name.removesuffix(".weight") for name in start if f"base_model.model.{name[:-7]}.lora_A.weight" in pairs}
     assert len(names) == 2 * 7
     for name in names:
@@ -96,13 +96,13 @@ def test_bf16_under_fsdp_computes_what_the_dequantised_model_does(tmp_path: Path
     spec = ModelConfig(path=str(directory), lora=LoraConfig(**LORA), quantization="nf4")
     tokens = tiny.packed([[40, 20]], 64)
     with joined("cpu", 60) as world:
-        packed, family = load_model(directory, world, spec, seed=0, precision="bf16")
-        dequantised = dict(bridge.hf_tensors(packed, family))
-        plain, _ = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="bf16", frozen=True)
+        packed = load_model(directory, world, spec, seed=0, precision="bf16")
+        dequantised = dict(bridge.hf_tensors(packed))
+        plain = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="bf16", frozen=True)
         found = []
         for values in (None, dequantised):
             if values:
-                bridge.load_hf_tensors(plain, values, family)
+                bridge.load_hf_tensors(plain, values)
             with torch.no_grad():
                 logits = plain(tokens.tokens, tokens.positions, tokens.segments, lambda x, head: head.logits(x))
             plain.reshard()
@@ -141,18 +141,18 @@ def test_a_policy_sends_what_it_computes_with(tmp_path: Path) -> None:
     assert worst() > 1e-2
     found = learner.collect_weights(0)
     assert found is not None
-    bridge.load_hf_tensors(engine.model, {name: t for bucket in found[0] for name, t in bucket}, engine.family)
+    bridge.load_hf_tensors(engine.model, {name: t for bucket in found[0] for name, t in bucket})
     assert worst() < 1e-5
 
 
 def test_a_merged_model_that_is_not_the_checkpoint_with_the_adapter_is_no_success(raw, monkeypatch):
     export = adapter.export_adapter
 
-    def damaged(model, family, source, merged, *rest):
+    def damaged(model, source, merged, *rest):
         file = merged / "model.safetensors"
         tensors = {n: t * 1.5 if "down_proj" in n else t for n, t in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
-        export(model, family, source, merged, *rest)
+        export(model, source, merged, *rest)
 
     monkeypatch.setattr("ptf.train.loop.export_adapter", damaged)
     with pytest.raises(UserError, match=r"loaded again, .*model differs from the trained model by"):
@@ -166,8 +166,8 @@ def test_adapters_on_one_of_the_projections_of_packed_experts_are_written(tmp_pa
     directory = experts(tmp_path / "m")
     lora = LoraConfig(**{**LORA, "targets": ["layers.*.attn.*_proj", "layers.*.moe.experts.gate_proj"]})
     spec = ModelConfig(path=str(directory), lora=lora, quantization="nf4")
-    model, family = load_model(directory, World(), spec, seed=0, precision="fp32")
-    form = PeftFormat(model, family)
+    model = load_model(directory, World(), spec, seed=0, precision="fp32")
+    form = PeftFormat(model)
     written = dict(form.tensors())
     assert written.keys() == form.names()
     up = [name for name in written if ".experts." in name and "up_proj" in name]

@@ -101,10 +101,8 @@ def small_model(place: Path, seed: int) -> Path:
     source = place / f"config-{seed}"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(CONFIG))
-    model, family = load_model(
-        source, World(), ModelConfig(path=str(source), init="random"), seed=seed, precision="fp32"
-    )
-    bridge.save_hf(bridge.hf_tensors(model, family), source, place / f"model-{seed}", writes=True)
+    model = load_model(source, World(), ModelConfig(path=str(source), init="random"), seed=seed, precision="fp32")
+    bridge.save_hf(bridge.hf_tensors(model), source, place / f"model-{seed}", writes=True)
     return place / f"model-{seed}"
 
 
@@ -115,7 +113,7 @@ def alternating(first: Sequence[Request], second: Sequence[Request]) -> list[Req
 
 def buckets_of(engine: NativeEngine) -> list[Bucket]:
     """Return copies of an engine's tensors in buckets, sorted by Hugging Face name."""
-    tensors = [(name, tensor.clone()) for name, tensor in bridge.hf_tensors(engine.model, engine.family)]
+    tensors = [(name, tensor.clone()) for name, tensor in bridge.hf_tensors(engine.model)]
     return list(into_buckets(sorted(tensors)))
 
 

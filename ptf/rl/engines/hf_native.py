@@ -18,7 +18,6 @@ from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
 from ptf.model import hf_backend, hf_checks
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.head import Head
 from ptf.model.hf_checks import PROBE
 from ptf.model.layers import LayerFactory
@@ -51,13 +50,13 @@ class HFNativeEngine(NativeEngine):
 
     def load_model(
         self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
-    ) -> tuple[Decoder, Family]:
+    ) -> Decoder:
         """See NativeEngine. Buffers keep their dtype."""
-        model, family = hf_backend.build(directory, head="lm", lora=factory.lora if factory else None)
+        model = hf_backend.build(directory, head="lm", lora=factory.lora if factory else None)
         for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.to(dtype)
         hf_backend.load(model, directory, device, random=False, seed=seed)
-        return cast("Decoder", model), family
+        return cast("Decoder", model)
 
     @torch.no_grad()
     def _why_uncached(self) -> str:

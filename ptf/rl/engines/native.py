@@ -25,7 +25,6 @@ from ptf.model import bridge
 from ptf.model.attention import Attend
 from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.decoder import Decoder
-from ptf.model.families import Family
 from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
 from ptf.model.peft_format import format_of
@@ -63,7 +62,7 @@ class NativeEngine:
         seed: int = 0,
         offload_file: Path | None = None,
     ) -> None:
-        self.model, self.family = self.load_model(Path(directory), device, dtype, factory, seed)
+        self.model = self.load_model(Path(directory), device, dtype, factory, seed)
         self.device, self.dtype, self.version, self.batch = device, dtype, version, batch
         # on a GPU contexts are computed in passes of one shape, since attention is compiled for each shape
         self.prefill_tokens = prefill_tokens or (PREFILL_TOKENS if device.type == "cuda" else None)
@@ -84,10 +83,10 @@ class NativeEngine:
 
     def load_model(
         self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
-    ) -> tuple[Decoder, Family]:
-        """Return the frozen model of a directory, and its family."""
-        model, family = bridge.load(directory, device, head="lm", factory=factory, seed=seed)
-        return model.to(dtype).requires_grad_(False).eval(), family
+    ) -> Decoder:
+        """Return the frozen model of a directory."""
+        model = bridge.load(directory, device, head="lm", factory=factory, seed=seed)
+        return model.to(dtype).requires_grad_(False).eval()
 
     async def generate(self, request: Request) -> Generation:
         """See RolloutEngine."""
@@ -296,8 +295,8 @@ class NativeEngine:
             raise SyncError(
                 f"weight sync {manifest.version} refused: it is an adapter, and this engine's model has none"
             )
-        form = format_of(self.model, self.family) if manifest.adapter is not None else None
-        names = form.names() if form else bridge.hf_names(self.model, self.family)
+        form = format_of(self.model) if manifest.adapter is not None else None
+        names = form.names() if form else bridge.hf_names(self.model)
         if different := names ^ manifest.digests.keys():
             raise SyncError(
                 f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: "
@@ -311,8 +310,8 @@ class NativeEngine:
         if form:
             form.copy(tensors.__getitem__)
         else:
-            bridge.load_hf_tensors(self.model, tensors, self.family)
-        held = form.tensors() if form else bridge.hf_tensors(self.model, self.family)
+            bridge.load_hf_tensors(self.model, tensors)
+        held = form.tensors() if form else bridge.hf_tensors(self.model)
         raise_if_other_values(held, tensors, manifest.version)
         self.version = manifest.version
         return receipt

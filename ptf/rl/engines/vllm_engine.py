@@ -545,11 +545,11 @@ def expected_names(directory: Path) -> ExpectedNames:
         stored = {name for name in files.names if not name.endswith("rotary_emb.inv_freq")}
     stored -= {"lm_head.weight"} if tied else set()
     try:
-        model, family = bridge.build(directory, head="lm")
+        model = bridge.build(directory, head="lm")
     except UserError:  # a model of transformers (model.backend: hf), whose policy sends what it trains of it
         carried = hf_backend.carried_names(directory)
         return ExpectedNames(stored - carried, stored & carried)
-    return ExpectedNames(bridge.hf_names(model, family), stored)
+    return ExpectedNames(bridge.hf_names(model), stored)
 
 
 def has_states(config: Mapping[str, Any]) -> bool:

@@ -36,8 +36,8 @@ def directory(request, tmp_path) -> Path:
 
 def sent(directory: Path) -> set[str]:
     """The names that a policy sends that was loaded from a checkpoint."""
-    model, family = bridge.load(directory)
-    return {name for name, _ in bridge.hf_tensors(model, family)}
+    model = bridge.load(directory)
+    return {name for name, _ in bridge.hf_tensors(model)}
 
 
 def test_what_the_policy_sends_is_expected(directory):
