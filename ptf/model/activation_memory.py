@@ -22,7 +22,6 @@ from ptf.model.decoder import Block
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import LayerFactory, normalised
-from ptf.model.lora import LoraLinear
 from ptf.model.moe import Experts, MixtureOfExperts
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary, rotate
@@ -189,7 +188,7 @@ def _attended(attn: Any, local: DecoderConfig, element: int) -> int:
     sinks, the output is kept before and after their share is taken.
     """
     latent = local.latent is not None
-    adapted = isinstance(attn.kv_b_proj if latent else attn.v_proj, LoraLinear)
+    adapted = bool((attn.kv_b_proj if latent else attn.v_proj).adapters)
     outputs = 1 if attn.sinks is None else 2
     keys = local.heads + local.kv_heads
     values = local.heads * outputs + local.kv_heads * adapted

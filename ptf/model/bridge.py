@@ -39,7 +39,7 @@ from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import LayerFactory
-from ptf.model.lora import Lora, Merged, adapter_names, initial_value, keyed, raise_if_unmatched_targets, whole
+from ptf.model.lora import Lora, adapter_names, initial_value, keyed, merged_weights, raise_if_unmatched_targets, whole
 from ptf.model.quantised_weights import QuantisedWeight, quantised_weights, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, has_own_head, has_weights, weight_map
@@ -435,17 +435,17 @@ def stored_in_fp32(model: Decoder, directory: Path) -> set[str]:
     }
 
 
-def under_hf_names(values: Mapping[str, Tensor], model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, whole tensor) of values under our names: weights, or anything of their shapes.
+def under_hf_names(values: Callable[[str], Tensor], model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, whole tensor) of values by our names: weights, or anything of their shapes.
 
     A sharded tensor is gathered. Tensors that have no Hugging Face name come last, under ours (`own:…`).
     """
     for mapping in checkpoint_mappings(model):
-        written = mapping.write([whole(values[ours]) for ours in mapping.ours])
+        written = mapping.write([whole(values(ours)) for ours in mapping.ours])
         for name, tensor in zip(mapping.theirs(model.config.experts), written, strict=True):
             yield model.family.prefix + name, tensor
     for name in own_tensors(model):
-        yield OWN + name, whole(values[name])
+        yield OWN + name, whole(values(name))
 
 
 def hf_tensors(model: Decoder, source: Path | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -460,10 +460,10 @@ def hf_tensors(model: Decoder, source: Path | None = None) -> Iterator[tuple[str
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward pass without a backward the root still has copies in the compute dtype
     if source is None or not quantised_weights(model):
-        yield from under_hf_names(Merged(model), model)
+        yield from under_hf_names(merged_weights(model), model)
         return
     with TensorFiles(source, model.family.aliases) as files:
-        yield from under_hf_names(Merged(model, _original_weights(model, files)), model)
+        yield from under_hf_names(merged_weights(model, _original_weights(model, files)), model)
 
 
 def _original_weights(model: Decoder, files: TensorFiles) -> Callable[[str], Tensor]:

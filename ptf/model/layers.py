@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ptf.model import matrix_product
 from ptf.model.config import Activation, DecoderConfig
-from ptf.model.lora import Lora, LoraLinear
-from ptf.model.quantised_weights import QuantisedLinear, quantise_weight
+from ptf.model.lora import Linear, Lora
+from ptf.model.quantised_weights import quantise_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +31,9 @@ class LayerFactory:
     # the form of four bits in which a weight of this unified name is held (quantised_weights.py), if any
     quantised: Callable[[str], str | None] | None = None
 
-    def linear(self, path: str, d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
+    def linear(self, path: str, d_in: int, d_out: int, bias: bool = False) -> Linear:
         """Construct a projection, plain or with an adapter. Every projection of a decoder is made here."""
-        if self.lora is not None and self.lora.adapts(path):
-            linear: nn.Linear = LoraLinear(d_in, d_out, bias, self.lora)
-        elif self.quantised is not None and self.quantised(f"{path}.weight"):
-            linear = QuantisedLinear(d_in, d_out, bias)
-        else:
-            linear = Linear(d_in, d_out, bias)
+        linear = Linear(d_in, d_out, bias, self.lora if self.lora and self.lora.adapts(path) else None)
         self.quantise_weight(linear, "weight", f"{path}.weight")
         return linear
 
@@ -59,14 +53,6 @@ class LayerFactory:
     def pattern(self, path: str) -> str | None:
         """Return the first pattern of `replace` that this path matches, or None."""
         return next((pattern for pattern in self.replace if fnmatchcase(path, pattern)), None)
-
-
-class Linear(nn.Linear):
-    """A projection, whose product the library computes that `matrix_product` chooses."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the projection [.., out] of `input` [.., in]."""
-        return matrix_product.linear(input, self.weight, self.bias)
 
 
 def activation(name: Activation) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,7 @@ Adapters are decided where a projection is constructed (layers.LayerFactory), an
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ptf.errors import UserError
-from ptf.model.quantised_weights import linear, quantised_weights, weight_shapes
+from ptf.model import matrix_product
+from ptf.model.quantised_weights import QuantisedWeight, quantised_linear, quantised_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +64,25 @@ def attach(module: nn.Module, weight: str, lora: Lora) -> Adapter:
     return Adapter(f"{stem}lora_a", f"{stem}lora_b", lora.scale)
 
 
-class LoraLinear(nn.Linear):
-    """A projection with an adapter; the weight may be quantised (quantised_weights.py)."""
+class Linear(nn.Linear):
+    """A projection, with an adapter if `lora` is given; the weight may be quantised (`quantise_weight`)."""
 
     lora_a: Parameter
     lora_b: Parameter
 
-    def __init__(self, d_in: int, d_out: int, bias: bool, lora: Lora) -> None:
+    def __init__(self, d_in: int, d_out: int, bias: bool = False, lora: Lora | None = None) -> None:
         super().__init__(d_in, d_out, bias=bias)
-        self.adapters = {"weight": attach(self, "weight", lora)}
+        self.quantised: dict[str, QuantisedWeight] = {}
+        self.adapters = {} if lora is None else {"weight": attach(self, "weight", lora)}
         self.adapted = True  # False inside `adapters_off`
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the projection of `input`, with the adapter's part unless adapters are off."""
-        y = linear(self, input)
-        if not self.adapted:
+        """Return the projection [.., out] of `input` [.., in], with the adapter's part unless adapters are off."""
+        if self.quantised:
+            y = quantised_linear(self, input)
+        else:
+            y = matrix_product.linear(input, self.weight, self.bias)
+        if not self.adapters or not self.adapted:
             return y
         return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
 
@@ -199,40 +204,29 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool 
     return (weight.float() + update).to(torch.promote_types(weight.dtype, a.dtype))
 
 
-class Merged(Mapping[str, Tensor]):
-    """Whole tensors by unified name, each adapter merged into its weight when it is accessed.
+def merged_weights(model: nn.Module, original: Callable[[str], Tensor] | None = None) -> Callable[[str], Tensor]:
+    """Return a function that gives a whole tensor by unified name, with its adapter merged into it.
 
-    There is never a second copy of the model. Every rank must access the same names in the same order, because each
+    There is never a second copy of the model. Every rank must ask for the same names in the same order, because each
     gathers its part. A quantised weight is what it is dequantised to, or what `original` returns for its name: the
     weight that was quantised.
     """
+    pairs, quantised = adapters(model), quantised_weights(model)
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
 
-    def __init__(self, model: nn.Module, original: Callable[[str], Tensor] | None = None) -> None:
-        self.pairs, self.quantised, self.original = adapters(model), quantised_weights(model), original
-        self.tensors = {name: p.detach() for name, p in model.named_parameters()}
-        of_adapters = adapter_names(model)
-        self.names = [name for name in weight_shapes(model) if name not in of_adapters]
+    def own_weight(name: str) -> Tensor:
+        if (of := quantised.get(name)) is None:
+            return whole(tensors[name])
+        if original is not None:
+            return original(name).to(tensors[of.codes].device)
+        return of.dequantise(whole(tensors[of.codes]), whole(tensors[of.scales]), torch.float32)
 
-    def _weight(self, name: str) -> Tensor:
-        """Return the whole weight of this name, without its adapter."""
-        if (quantised := self.quantised.get(name)) is None:
-            return whole(self.tensors[name])
-        if self.original is not None:
-            return self.original(name).to(self.tensors[quantised.codes].device)
-        codes, scales = whole(self.tensors[quantised.codes]), whole(self.tensors[quantised.scales])
-        return quantised.dequantise(codes, scales, torch.float32)
+    def weight(name: str) -> Tensor:
+        if (adapter := pairs.get(name)) is None:
+            return own_weight(name)
+        return merged(own_weight(name), whole(tensors[adapter.a]), whole(tensors[adapter.b]), adapter.scale)
 
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._weight(name)
-        if (adapter := self.pairs.get(name)) is None:
-            return weight
-        return merged(weight, whole(self.tensors[adapter.a]), whole(self.tensors[adapter.b]), adapter.scale)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+    return weight
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig, MoE
 from ptf.model.layers import MLP, LayerFactory, gated
-from ptf.model.lora import LoraLinear, attach, grouped
-from ptf.model.quantised_weights import grouped_linear
+from ptf.model.lora import Linear, attach, grouped
+from ptf.model.quantised_weights import QuantisedWeight, grouped_linear
 
 # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
 ROW_MULTIPLE = 8
@@ -119,11 +119,11 @@ class _BiasOfRows(Function):
         return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0], None, None
 
 
-def wide_projection(module: nn.Linear, x: Tensor) -> Tensor:
+def wide_projection(module: Linear, x: Tensor) -> Tensor:
     """Return a projection, with its adapter's part, in fp32 where the model computes in less."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = F.linear(x.to(wide), module.weight.to(wide), None if module.bias is None else module.bias.to(wide))
-    if isinstance(module, LoraLinear) and module.adapted:
+    if module.adapters and module.adapted:
         low = F.linear(x.to(wide), module.lora_a.to(wide))
         y = y + module.adapters["weight"].scale * F.linear(low, module.lora_b.to(wide))
     return y
@@ -151,6 +151,7 @@ class Experts(nn.Module):
             self.register_parameter(f"{name}_proj", Parameter(torch.zeros(c.experts, out, into)))
             self.register_parameter(f"{name}_bias", Parameter(torch.zeros(c.experts, out)) if c.bias else None)
         lora = factory.lora
+        self.quantised: dict[str, QuantisedWeight] = {}
         self.adapters = {
             p: attach(self, p, lora) for p in (f"{name}_proj" for name in shapes) if lora and lora.adapts(f"{path}.{p}")
         }

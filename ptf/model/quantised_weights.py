@@ -43,7 +43,7 @@ class QuantisedWeight:
         return FORMS[self.form].dequantise(codes, scales, dtype)
 
 
-def quantise_weight(module: nn.Module, weight: str, name: str, form: str) -> None:
+def quantise_weight(module: Any, weight: str, name: str, form: str) -> None:
     """Replace a parameter of a module by codes and scales, which have no values yet; `name` is its unified name.
 
     Raises UserError if its rows are not made of whole blocks.
@@ -56,7 +56,7 @@ def quantise_weight(module: nn.Module, weight: str, name: str, form: str) -> Non
         values = torch.zeros(*shape[:-1], width, dtype=torch.uint8)
         module.register_parameter(f"{weight}_{part}", Parameter(values, requires_grad=False))
     of = QuantisedWeight(f"{weight}_codes", f"{weight}_scales", shape, form)
-    module.quantised = {**getattr(module, "quantised", {}), weight: of}  # type: ignore[assignment]
+    module.quantised[weight] = of
 
 
 def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
@@ -79,18 +79,8 @@ def weight_shapes(model: nn.Module) -> dict[str, torch.Size]:
     return shapes
 
 
-class QuantisedLinear(nn.Linear):
-    """A projection whose weight may be quantised (`quantise_weight`)."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the projection of `input`."""
-        return linear(self, input)
-
-
-def linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """Return the projection [.., out] of x [.., in] by a module's own weight, quantised or not, and its bias."""
-    if "weight" not in getattr(module, "quantised", {}):
-        return matrix_product.linear(x, module.weight, module.bias)
+def quantised_linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """Return the projection [.., out] of x [.., in] by a module's quantised weight, and its bias."""
     bias = module.bias
     if bias is not None and bias.requires_grad:
         return _Product.apply(x, *_parts(module, "weight"), matrix_product.linear, torch.matmul) + bias
@@ -98,12 +88,12 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
     return _Product.apply(x, *_parts(module, "weight"), product, torch.matmul)
 
 
-def grouped_linear(module: nn.Module, weight: str, x: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(module: Any, weight: str, x: Tensor, ends: Tensor) -> Tensor:
     """Return the product [n, out] of each row of x [n, in] with its expert's matrix in a stacked weight.
 
     The weight may be quantised. `ends` [experts] is the end of each expert's rows.
     """
-    if weight not in getattr(module, "quantised", {}):
+    if weight not in module.quantised:
         return F.grouped_mm(x, getattr(module, weight).transpose(-2, -1), offs=ends)
 
     def forward(rows: Tensor, matrices: Tensor) -> Tensor:

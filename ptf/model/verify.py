@@ -471,7 +471,7 @@ def _logits(ours: Decoder, tokens: Tensor, positions: Tensor, segments: Tensor, 
 def own_gradients(ours: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield our decoder's gradients under the names of a checkpoint."""
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
-    yield from bridge.under_hf_names(gradients, ours)
+    yield from bridge.under_hf_names(gradients.__getitem__, ours)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from ptf.model.components import OWN
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.layers import LayerFactory
-from ptf.model.lora import Lora, LoraLinear, adapter_names, adapters, adapters_off, grouped
+from ptf.model.lora import Linear, Lora, adapter_names, adapters, adapters_off, grouped
 from ptf.model.peft_format import PeftFormat, save
 from ptf.model.reference import quiet, random_reference, reference
 from ptf.model.verify import packed
@@ -136,7 +136,7 @@ def test_a_target_that_matches_nothing_is_refused_with_the_names_there_are(tmp_p
 def test_the_scale_is_alpha_over_the_rank():
     lora, scale = Lora(16, 32.0), 2.0
     assert lora.scale == scale
-    layer = LoraLinear(24, 8, bias=True, lora=lora).double()
+    layer = Linear(24, 8, bias=True, lora=lora).double()
     with torch.no_grad():
         layer.lora_a.normal_()
         layer.lora_b.normal_()

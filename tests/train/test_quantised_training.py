@@ -17,7 +17,7 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.lora import Merged
+from ptf.model.lora import merged_weights
 from ptf.model.peft_format import PeftFormat
 from ptf.model.reference import export_difference
 from ptf.model.sampling import LogitsProcessing
@@ -57,7 +57,7 @@ def test_a_run_resumes_to_the_bit_and_merges_its_adapter_into_the_weights_of_the
     trained = load_model(whole / "start", World(), spec, seed=0, precision="fp32")
     pairs = load_file(whole / "adapter" / "adapter_model.safetensors")
     merged, start = load_file(whole / "model" / "model.safetensors"), load_file(whole / "start" / "model.safetensors")
-    rounded = dict(bridge.under_hf_names(Merged(trained), trained))
+    rounded = dict(bridge.under_hf_names(merged_weights(trained), trained))
     names = {name.removesuffix(".weight") for name in start if f"base_model.model.{name[:-7]}.lora_A.weight" in pairs}
     assert len(names) == 2 * 7
     for name in names:
