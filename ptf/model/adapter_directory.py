@@ -99,8 +99,8 @@ class AdapterDirectory:
         Raises UserError if a tensor of the file cannot be represented exactly in the model.
         """
         form = PeftFormat(model)
-        form.fill(self.directory / TENSORS)
         with safe_open(self.directory / TENSORS, "pt") as file:
+            form.copy(file.get_tensor)
             for name, tensor in form.tensors():
                 stored = file.get_tensor(name).to(tensor)
                 if stored.shape != tensor.shape or (stored - tensor).abs().max() > 0.01 * stored.abs().max():

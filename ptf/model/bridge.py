@@ -249,20 +249,6 @@ def fill_quantised(weight: QuantisedWeight, codes: Tensor, scales: Tensor, read:
     fill(scales, partial(part_of, 1))
 
 
-def weight_filler(model: Decoder) -> Callable[[str, Callable[[Slices], Tensor]], None]:
-    """Return a function that fills the weight of a unified name, quantised or not, with what its reader returns."""
-    parameters, quantised = dict(model.named_parameters()), quantised_weights(model)
-
-    def fill_weight(name: str, read: Callable[[Slices], Tensor]) -> None:
-        if name in quantised:
-            weight = quantised[name]
-            fill_quantised(weight, parameters[weight.codes], parameters[weight.scales], read)
-        else:
-            fill(parameters[name], read)
-
-    return fill_weight
-
-
 def random_init(model: Decoder, seed: int) -> None:
     """Initialise a model randomly: normal weights, unit norms, zero biases.
 
@@ -399,10 +385,14 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor]) -> None:
 
 def _fill_all(model: Decoder, mappings: Iterable[TensorMapping], read: Callable[[str, Slices], Tensor]) -> None:
     """Fill the weights that the mappings give, from what `read` returns of the tensors of a checkpoint."""
-    fill_weight = weight_filler(model)
+    parameters, quantised = dict(model.named_parameters()), quantised_weights(model)
     for mapping in mappings:
         for i, ours in enumerate(mapping.ours):
-            fill_weight(ours, partial(mapping.read, i, read=read, experts=model.config.experts))
+            part = partial(mapping.read, i, read=read, experts=model.config.experts)
+            if (weight := quantised.get(ours)) is None:
+                fill(parameters[ours], part)
+            else:
+                fill_quantised(weight, parameters[weight.codes], parameters[weight.scales], part)
 
 
 def hf_names(model: Decoder) -> set[str]:

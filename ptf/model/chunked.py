@@ -124,7 +124,7 @@ class _Targets:
             if weights is not None:
                 projection.accumulate(block, self.subtract(block, logprobs), weights[block])
         picked = summed(picked, self.head.group)
-        return (picked, summed(entropy, self.head.group), projection.slack_of(picked)) if entropies else (picked,)
+        return (picked, summed(entropy, self.head.group), projection.slack) if entropies else (picked,)
 
 
 class _CrossEntropy(GradientsInForward):

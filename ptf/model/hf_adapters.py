@@ -10,12 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -208,11 +206,6 @@ class HFPeftFormat:
     def names(self) -> set[str]:
         """Return the names of all `tensors`."""
         return {name for name, _ in self._places()}
-
-    def fill(self, file: Path) -> None:
-        """Load this model's adapters from a file."""
-        with safe_open(file, "pt") as stored:
-            self.copy(stored.get_tensor)
 
     def copy(self, tensor: Callable[[str], Tensor]) -> None:
         """Load this model's adapters from whole tensors by their names; the reverse of `tensors`."""

@@ -138,8 +138,12 @@ class HFDecoder(nn.Module):
         index, back = document_places(segments)
         if self.switches_at is not None:
             self._raise_if_mixed_lengths(segments, self.switches_at)
-        if self.table_rows < self.config.vocab:
-            self._raise_if_without_rows(tokens)
+        if self.table_rows < self.config.vocab and int(largest := tokens.max()) >= self.table_rows:
+            raise UserError(
+                f"model.backend: hf: token {int(largest)} stands for an image or a sound in "
+                f"{self.hf.config.model_type}, of which only text is trained (ids below {self.table_rows}); take it "
+                "out of the data"
+            )
         hidden = self.body(input_ids=tokens.reshape(-1)[index], use_cache=False)[0]  # [documents, longest, D]
         head = self.output()
         x = hidden.flatten(0, 1)[back].view(*tokens.shape, -1).to(head.weight.dtype)  # some keep fp32 between layers
@@ -162,14 +166,6 @@ class HFDecoder(nn.Module):
                 f"model.backend: hf: with longrope, transformers computes different logits for "
                 f"documents of at most {limit} tokens if their batch has a longer one (here {int(lengths.max())}). "
                 f"Train documents of at most {limit} tokens (data.seq_len: {limit}), or longer ones alone"
-            )
-
-    def _raise_if_without_rows(self, tokens: Tensor) -> None:
-        if int(largest := tokens.max()) >= self.table_rows:
-            raise UserError(
-                f"model.backend: hf: token {int(largest)} stands for an image or a sound in "
-                f"{self.hf.config.model_type}, of which only text is trained (ids below {self.table_rows}); take it "
-                "out of the data"
             )
 
     def output(self) -> Head | Scalar:
@@ -396,7 +392,8 @@ def load(model: HFDecoder, directory: Path, device: torch.device, *, random: boo
     ties = _ties(model.hf)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     for name, first in ties:
-        _set_parameter(model.hf, name, model.hf.get_parameter(first))
+        owner, _, leaf = name.rpartition(".")
+        model.hf.get_submodule(owner)._parameters[leaf] = model.hf.get_parameter(first)
     if random:
         values = _random_model(model, seed).state_dict()
         if model.outside is not None:
@@ -476,12 +473,6 @@ def _initialise(name: str, parameter: Tensor, c: Any, seed: int) -> None:
     std = getattr(c, "initializer_range", None) or 0.02
     generator = torch.Generator().manual_seed(keyed(seed, name))
     bridge.fill(parameter, torch.empty(parameter.shape).normal_(0, std, generator=generator).__getitem__)
-
-
-def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set a parameter by its dotted name, bypassing registration."""
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._parameters[leaf] = parameter
 
 
 def _random_model(model: HFDecoder, seed: int) -> Any:

@@ -73,7 +73,8 @@ def fill_from(
         if name in carried:
             continue
         for source, pattern in sources:
-            converter.add_tensor(name, source, pattern, stored.read(source, _all(stored.shape(source))))
+            everything = tuple(slice(0, n) for n in stored.shape(source))
+            converter.add_tensor(name, source, pattern, stored.read(source, everything))
         try:
             made = converter.convert(name, model=hf, config=hf.config)
         except Exception as error:  # whatever a conversion raises, the tensors do not fit
@@ -103,10 +104,6 @@ def _ignored(hf: Any) -> list[str]:
         r"(^|\.)mtp(_\w+)?\.",
         r"rotary_emb\.inv_freq$",
     ]
-
-
-def _all(shape: tuple[int, ...]) -> Slices:
-    return tuple(slice(0, n) for n in shape)
 
 
 def _targets(hf: Any, without: Collection[str]) -> dict[str, Tensor]:

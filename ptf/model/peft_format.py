@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -104,11 +103,6 @@ class PeftFormat:
                     a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
                 yield f"base_model.model.{module}.lora_A.weight", a
                 yield f"base_model.model.{module}.lora_B.weight", b
-
-    def fill(self, file: Path) -> None:
-        """Load this model's adapters from a file."""
-        with safe_open(file, "pt") as stored:
-            self.copy(stored.get_tensor)
 
     def copy(self, tensor: Callable[[str], Tensor]) -> None:
         """Load this model's adapters from whole tensors by their names; the reverse of `tensors`."""

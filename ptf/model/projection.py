@@ -137,7 +137,8 @@ class Projection:
             )
         self.x, self.head, self.processing, self.targets, self.trie_states = x, head, processing, targets, trie_states
         self.edges = None if processing.edges is None else processing.edges.to(x.device)
-        self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device) if processing.top_p < 1 else None
+        # of every position, after all blocks (`nucleus`); 0 without a nucleus
+        self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device)
         self.chunks, self.chunk = chunks, slice(0, 0)  # the chunk whose logits the buffer holds
         size, rows = min(chunks.size, len(x)), len(head.weight)
         self.fused = sums_in_fp32(x)
@@ -148,13 +149,10 @@ class Projection:
         self.slope = self.new_block() if head.softcap is not None and any(needs) else None
         sums = torch.promote_types(x.dtype, torch.float32)
         self.dx = torch.empty_like(x) if needs[0] else None
-        fresh = torch.zeros_like if self.fused or not len(x) else torch.empty_like  # the first chunk overwrites it
+        # the first chunk overwrites it, where GEMMs sum in its dtype
+        fresh = torch.empty_like if len(x) and sums == x.dtype else torch.zeros_like
         self.dweight = fresh(head.weight, dtype=sums) if needs[1] else None
         self.dbias = torch.zeros_like(head.bias, dtype=sums) if needs[2] and head.bias is not None else None
-        # a block of the weight's gradient as the GEMM rounds it, and the same in fp32
-        rounds = self.dweight is not None and sums != x.dtype and not self.fused
-        self.part = x.new_empty(min(BLOCK, rows) if rounds else 0, x.shape[1])
-        self.wide_part = torch.empty_like(self.part, dtype=torch.float32)
 
     def new_block(self) -> Tensor:
         """Return an uninitialised tensor for a block of logits, fp32 [rows, V]."""
@@ -190,7 +188,7 @@ class Projection:
         They lie in a buffer that a later block overwrites.
         """
         logprobs = normalise(self._logits(block), self.head.group)
-        if self.slack is not None:
+        if self.processing.top_p < 1:
             drawn = None if self.targets is None else self.targets[block]
             slack, rounding = self.slack[block], ROUNDING[self.x.dtype]
             for part in blocks(logprobs, NUCLEUS_BYTES):
@@ -259,10 +257,6 @@ class Projection:
                 part.copy_(p)
         return entropies
 
-    def slack_of(self, logprobs: Tensor) -> Tensor:
-        """Return the slack of every row [N] (`nucleus`), after all blocks; 0 without a nucleus."""
-        return torch.zeros_like(logprobs) if self.slack is None else self.slack
-
     def accumulate(self, block: slice, grad: Tensor, weights: Tensor) -> None:
         """Add a block's contribution to the gradients.
 
@@ -289,13 +283,7 @@ class Projection:
             torch.addmm(self.dweight, grad.t(), self.x[chunk], out_dtype=torch.float32, out=self.dweight)
         else:
             for i in range(0, len(self.dweight), BLOCK):
-                rows = grad[:, i : i + BLOCK].t()
-                part = torch.mm(rows, self.x[chunk], out=self.part[: len(rows)])
-                total = self.dweight[i : i + BLOCK]
-                if chunk.start == 0:
-                    total.copy_(part)
-                else:
-                    total += self.wide_part[: len(part)].copy_(part)
+                self.dweight[i : i + BLOCK] += grad[:, i : i + BLOCK].t() @ self.x[chunk]
 
     def _weigh(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
         """Write a block's gradient with respect to the output of the matrix product to `out`, in its dtype, and add it

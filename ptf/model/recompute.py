@@ -64,17 +64,13 @@ class _Kept:
         saved = op in SAVED and not row and not self.inside
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    @contextlib.contextmanager
-    def recomputing(self, inner: Any) -> Iterator[None]:
-        """Enter the recomputation."""
-        self.again = True
-        with inner:
-            yield
-
 
 @contextlib.contextmanager
-def _without_routing(block: nn.Module, inner: Any) -> Iterator[None]:
-    """Drop the routing that the recomputation leaves behind: it would keep all of its activations alive."""
+def _recomputation(block: nn.Module, kept: _Kept | None, inner: Any) -> Iterator[None]:
+    """Compute a block again inside the `with` block; the routing that it leaves behind is dropped, because it would
+    keep all of its activations alive."""
+    if kept is not None:
+        kept.again = True
     try:
         with inner:
             yield
@@ -129,8 +125,7 @@ def _contexts(block: nn.Module, kept: _Kept | None) -> tuple[Any, Any]:
     first, second = contextlib.nullcontext(), contextlib.nullcontext()
     if kept is not None:
         first, second = create_selective_checkpoint_contexts(kept.policy)
-        second = kept.recomputing(second)
-    return first, _without_routing(block, second)
+    return first, _recomputation(block, kept, second)
 
 
 def recompute(block: nn.Module, mode: Recompute) -> None:

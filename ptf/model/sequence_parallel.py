@@ -71,17 +71,6 @@ class _SumOver(Function):
         return whole, None
 
 
-class _DivideGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] / ctx.ranks, None
-
-
 def all_gather(x: Tensor, group: ProcessGroup, whole_gradient: bool = False) -> Tensor:
     """Gather [B, t, D] to [B, t · ranks, D].
 
@@ -99,12 +88,6 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum x over the ranks, each of which goes on with the sum in its own way: so are its gradients summed."""
     return cast("Tensor", _SumOver.apply(x, group))
-
-
-def divide_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return x, dividing its gradient by the ranks: each has the whole gradient, and the ranks' gradients will be
-    summed."""
-    return cast("Tensor", _DivideGradient.apply(x, group.size()))
 
 
 def fill_up(tokens: Tensor, positions: Tensor, segments: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:

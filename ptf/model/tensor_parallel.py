@@ -8,7 +8,7 @@ and sharding.py says which module has which.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
-from ptf.model.sequence_parallel import all_gather, divide_gradient, fill_up, reduce_scatter, sum_over
+from ptf.model.sequence_parallel import all_gather, fill_up, reduce_scatter, sum_over
 from ptf.varlen import Varlen
 
 
@@ -87,7 +87,9 @@ def mix(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: T
     mixture: Any = module
     mixture.first = group.rank() * (mixture.config.experts // group.size())
     out = own(x, real)
-    mixture.routing = replace(mixture.routing, probability=divide_gradient(mixture.routing.probability, group))
+    probability = mixture.routing.probability
+    if probability.requires_grad:  # each rank has the whole gradient, and the ranks' gradients will be summed
+        probability.register_hook(lambda gradient: gradient / group.size())
     return out
 
 

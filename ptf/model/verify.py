@@ -135,18 +135,13 @@ def verify(
     family = family_of({"model_type": name})
     for number in range(configs):
         config = family.random_config(random.Random(f"{name}/{seed}/{number}"))
-        report.cases.append(compare_member(config, seed * 1000 + number, change))
+        with tempfile.TemporaryDirectory() as directory:
+            random_reference(config, seed * 1000 + number).save_pretrained(directory)
+            report.cases.append(Reference(Path(directory), member=True).compare(change))
         progress(report.cases[-1])
         if until_failure and not report.cases[-1].passed:
             break
     return report
-
-
-def compare_member(config: dict[str, Any], seed: int, change: Callable[[Decoder], Any] | None = None) -> Case:
-    """Compare our decoder with transformers' model of a config.json and random weights."""
-    with tempfile.TemporaryDirectory() as directory:
-        random_reference(config, seed).save_pretrained(directory)
-        return Reference(Path(directory), member=True).compare(change)
 
 
 def packed(lengths: Sequence[int] = LENGTHS, seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ the trained model."""
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from ptf.compute.world import World
 from ptf.config import Job
@@ -79,7 +80,7 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     head = "scalar" if "values" in kept else "lm"
     if spec.backend == "hf":
         model = load_model(base, World(), spec, seed=0, precision="fp32", head=head, frozen=True)
-        HFPeftFormat(model).fill(adapter / TENSORS)
+        HFPeftFormat(model).copy(load_file(adapter / TENSORS).__getitem__)
     else:
         factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
         model = bridge.load(base, head=head, factory=factory)

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ptf.compute.world import World
@@ -74,7 +75,7 @@ def export_adapter(model: Decoder, source: Path, merged: Path, world: World, spe
 
     def adapted(precision: str) -> Decoder:
         base = load(source, spec, precision)
-        format_of(base).fill(unchecked / "adapter_model.safetensors")
+        format_of(base).copy(load_file(unchecked / "adapter_model.safetensors").__getitem__)
         return base
 
     difference = checked(unchecked, adapted, LOGPROB_TOLERANCE[precision])
