@@ -12,6 +12,11 @@ def full_text(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).strip()
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its class."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class UserError(Exception):
     """Error that is reported as one message, without a traceback: the user can fix it, or (`Retryable`) try again."""
 

@@ -13,7 +13,7 @@ import ptf
 from ptf import cli, storage
 from ptf.errors import UserError
 from ptf.evaluate.evaluation import evaluate_model
-from ptf.model.adapter_directory import AdapterDirectory
+from ptf.model.model_directory import AdapterDirectory
 from ptf.storage import published_versions
 from ptf.training_run import EVALUATED
 from tests.child import run_python

@@ -84,17 +84,6 @@ class Attention(nn.Module):
         return self.o_proj(out if gate is None else out * gate.sigmoid())
 
 
-@functools.cache
-def has_tiles() -> bool:
-    """Whether this CPU multiplies matrices in bf16 (AMX).
-
-    Without it, torch's attention is slower in bf16 than in fp32. On an AMD EPYC, 64 new tokens with 128 before each
-    take 5.0 ms in bf16 and 1.2 ms in fp32 with both conversions; a document of 192 tokens takes 4.6 and 2.2 ms, forward
-    and backward together.
-    """
-    return torch.cpu._is_amx_tile_supported()
-
-
 def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     """Run torch's scaled dot-product attention with this layer's scale and sinks.
 
@@ -105,7 +94,10 @@ def sdpa(layer: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | No
     the query's side, 1 on its own key and 0 on the other keys. A query is put before the others to match, so that
     causality alone lets each query attend to the sink.
     """
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not has_tiles():
+    # A CPU that multiplies no matrices in bf16 (AMX) is slower in bf16 than in fp32. On an AMD EPYC, 64 new tokens with
+    # 128 before each take 5.0 ms in bf16 and 1.2 ms in fp32 with both conversions; a document of 192 tokens takes 4.6
+    # and 2.2 ms, forward and backward together.
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
         return sdpa(layer, q.float(), k.float(), v.float(), visible).to(q.dtype)
     if soft_cap_of(layer) is not None:
         return _softcapped(layer, q, k, v, visible)

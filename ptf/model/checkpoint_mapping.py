@@ -16,15 +16,21 @@ Slices = tuple[slice, ...]
 Read = Callable[[str, Slices], Tensor]  # a slice of the tensor of that name in a checkpoint
 
 
-class TensorMapping:
-    """The correspondence of some of our tensors (`ours`) to one or some of Hugging Face's (`theirs`)."""
+def _in_layer(name: str, layer: int) -> str:
+    return name.replace("{i}", str(layer))
 
-    other: str  # their name
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """One tensor under two names."""
+
+    name: str
+    other: str
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """Our names."""
-        raise NotImplementedError
+        """Our name."""
+        return (self.name,)
 
     def theirs(self, experts: int) -> tuple[str, ...]:
         """Return their names, for a model of so many experts."""
@@ -32,7 +38,7 @@ class TensorMapping:
 
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
-        raise NotImplementedError
+        return replace(self, name=_in_layer(self.name, layer), other=_in_layer(self.other, layer))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors, given the shape of ours."""
@@ -45,27 +51,6 @@ class TensorMapping:
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return their tensors, computed from whole tensors of ours."""
         return tensors
-
-
-def _in_layer(name: str, layer: int) -> str:
-    return name.replace("{i}", str(layer))
-
-
-@dataclass(frozen=True, slots=True)
-class Rename(TensorMapping):
-    """One tensor under two names."""
-
-    name: str
-    other: str
-
-    @property
-    def ours(self) -> tuple[str, ...]:
-        """Our name."""
-        return (self.name,)
-
-    def at(self, layer: int) -> Self:
-        """Return the mapping of one layer."""
-        return replace(self, name=_in_layer(self.name, layer), other=_in_layer(self.other, layer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +133,7 @@ class Stack(Rename):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined(TensorMapping):
+class Joined:
     """One tensor of theirs is made of several of ours."""
 
     names: tuple[str, ...]
@@ -158,6 +143,10 @@ class Joined(TensorMapping):
     def ours(self) -> tuple[str, ...]:
         """Our names."""
         return self.names
+
+    def theirs(self, experts: int) -> tuple[str, ...]:
+        """Return their name."""
+        return (self.other,)
 
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
@@ -217,3 +206,7 @@ class Interleave(Joined):
         if self.transposed:
             tensors = [t.transpose(-2, -1) for t in tensors]
         return [torch.stack(tuple(tensors), -1).flatten(-2)]
+
+
+# the correspondence of some of our tensors (`ours`) to one or some of Hugging Face's (`theirs`)
+TensorMapping = Rename | Concatenate | Interleave

@@ -177,9 +177,7 @@ class _Tally:
         self.tokens += 2 * share * size * (1 + upstream + trains)
         needs = upstream or trains
         if (adapter := getattr(module, "adapters", {}).get(name)) is not None:
-            a, b = (module._parameters[n] for n in (adapter.a, adapter.b))
-            assert a is not None
-            assert b is not None
+            a, b = (cast("nn.Parameter", module._parameters[n]) for n in (adapter.a, adapter.b))
             low = upstream or a.requires_grad
             self.tokens += (
                 2 * share * (a.numel() * (1 + upstream + a.requires_grad) + b.numel() * (1 + low + b.requires_grad))

@@ -50,19 +50,18 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the output [B, T, D] for x [B, T, D]; positions are not rotated."""
-        qkv, z, b, a = self._grouped(x) if self.config.fused else self._separate(x)
+        if self.config.fused:
+            qkv, z, b, a = self._grouped(x)
+        else:
+            qkv, z, b, a = (self.get_submodule(f"{name}_proj")(x) for name in ("qkv", "z", "b", "a"))
         wide = torch.promote_types(x.dtype, torch.float32)
         decay = -self.a_log.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))  # [B, T, value_heads]
         out = attend.delta(self, qkv, decay, b.sigmoid())
         return self.out_proj(self.norm(out.to(x.dtype), z.unflatten(-1, (self.config.value_heads, -1))).flatten(-2))
 
-    def _separate(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the input of the convolution, the gate, β before its sigmoid, and the decay's input, by token."""
-        modules: Any = self
-        return modules.qkv_proj(x), modules.z_proj(x), modules.b_proj(x), modules.a_proj(x)
-
     def _grouped(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the same of projections whose rows are grouped by key head."""
+        """Return the input of the convolution, the gate, β before its sigmoid, and the decay's input, by token, of
+        projections whose rows are grouped by key head."""
         modules: Any = self
         c = self.config
         per_key = c.value_heads // c.key_heads  # heads of values of each key head

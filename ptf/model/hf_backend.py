@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ptf.errors import UserError, raise_if_custom_code
+from ptf.errors import UserError, first_line, raise_if_custom_code
 from ptf.model import bridge
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
@@ -481,8 +481,3 @@ def _random_model(model: HFDecoder, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return _model_class(c, model.config.head).from_config(c, dtype=torch.float32, trust_remote_code=False)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -5,7 +5,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -117,7 +117,8 @@ def _computed_in(model: "HFDecoder") -> torch.dtype:
 
 def _raise_if_wrong_chunks(model: "HFDecoder", device: torch.device) -> None:
     """Raise UserError for a model that transformers computes wrongly on this device."""
-    if model.text_config.model_type in WRONG_CHUNKS and not (device.type == "cuda" and _has_kernels(model.hf)):
+    has_kernels = getattr(sys.modules[type(model.hf).__module__], "is_fast_path_available", False)
+    if model.text_config.model_type in WRONG_CHUNKS and not (device.type == "cuda" and has_kernels):
         raise UserError(
             f"model.backend: hf: without the kernels of mamba-ssm on a GPU, transformers computes "
             f"{model.hf.config.model_type} wrongly beyond one chunk: what it computes of a token depends on the tokens "
@@ -168,10 +169,6 @@ def _version(parameter: Tensor) -> int:
 
 def _differ(a: Tensor, b: Tensor) -> bool:
     return a.shape != b.shape or not torch.equal(a.cpu(), b.to("cpu", a.dtype))
-
-
-def _has_kernels(hf: Any) -> bool:
-    return bool(getattr(sys.modules[type(hf).__module__], "is_fast_path_available", False))
 
 
 def probe_lengths(model: "HFDecoder") -> tuple[int, int]:

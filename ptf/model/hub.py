@@ -8,8 +8,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-from ptf.errors import UserError
-from ptf.storage.hub import Unreachable, at_revision, commit_at, first_line, refusal
+from ptf.errors import UserError, first_line
+from ptf.storage.hub import Unreachable, at_revision, commit_at, refusal
 
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 # files that hold the same weights in another place or format; in directories all but chat templates (.jinja)

@@ -8,7 +8,6 @@ zeros.
 """
 
 import json
-import os
 import re
 import shutil
 from collections import Counter
@@ -227,7 +226,7 @@ def format_of(model: Decoder) -> "PeftFormat | HFPeftFormat":
 
 
 def save(tensors: Iterator[tuple[str, Tensor]], config: Mapping[str, Any], directory: Path, *, writes: bool) -> None:
-    """Write adapter files to a directory, which appears only when it is complete.
+    """Write adapter files to a directory, in place of what is there.
 
     Every rank calls this function; the one that `writes` does.
     """
@@ -237,10 +236,7 @@ def save(tensors: Iterator[tuple[str, Tensor]], config: Mapping[str, Any], direc
             whole_tensors[name] = tensor.to("cpu", copy=True).contiguous()
     if not writes:
         return
-    temporary = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(whole_tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-    (temporary / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(directory, ignore_errors=True)
-    os.replace(temporary, directory)
+    directory.mkdir(parents=True)
+    save_file(whole_tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -20,11 +20,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ptf.errors import UserError, raise_if_custom_code
+from ptf.errors import UserError, first_line, raise_if_custom_code
 from ptf.model import bridge, matrix_product
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
-from ptf.model.hf_backend import first_line
 from ptf.model.reference import exact_reference, quiet, random_reference, reference
 from ptf.model.rounding import FACTOR, Double, Margins
 from ptf.model.tensor_files import HEADS, TensorFiles

@@ -13,9 +13,9 @@ from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.adapter_directory import TENSORS, AdapterDirectory
 from ptf.model.components import FILES
 from ptf.model.hf_adapters import HFPeftFormat
+from ptf.model.model_directory import TENSORS, AdapterDirectory
 from ptf.model.reference import export_difference, export_rounding, head_difference
 from ptf.model.rounding import bound_of
 from ptf.model.scalar import is_scalar

@@ -9,7 +9,7 @@ import torch
 from ptf.data.context import raise_if_unseen
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model.served_directory import ServedDirectory
+from ptf.model.model_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine, served_dtype
 from ptf.rl.engines.protocol import Request, Sampling
 

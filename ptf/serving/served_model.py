@@ -20,7 +20,7 @@ from ptf.model.components import FILES
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
-from ptf.model.served_directory import ServedDirectory
+from ptf.model.model_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine, served_dtype
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
 from ptf.serving.options import LONGEST, ServingOptions

@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Literal, TypeVar
 
-from ptf.errors import UserError
+from ptf.errors import UserError, first_line
 
 T = TypeVar("T")
 ANSWER_S = 4.0
@@ -106,8 +106,3 @@ def _answer(request: Callable[[], T]) -> T:
         raise Unreachable(f"the Hub ({constants.ENDPOINT}) did not answer within {ANSWER_S:g} s") from None
     except (httpx.HTTPError, OSError) as error:
         raise Unreachable(f"the Hub ({constants.ENDPOINT}) cannot be reached ({type(error).__name__})") from None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ptf.compute.meter import PEAKS
 from ptf.compute.world import make_mesh
 from ptf.config import Job
-from ptf.errors import UserError
+from ptf.errors import UserError, first_line
 from ptf.model import bridge
 from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import chunk_bytes
@@ -35,7 +35,7 @@ from ptf.model.recompute import Recompute
 from ptf.model.sharding import check_mesh, parallelize
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
-from ptf.storage.hub import at_revision, first_line, refusal, unreachable
+from ptf.storage.hub import at_revision, refusal, unreachable
 from ptf.train.components import layer_factory_of
 from ptf.train.model_source import needs_weights
 from ptf.train.optimizer_8bit import moment_bytes

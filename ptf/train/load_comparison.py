@@ -14,10 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
-from ptf.errors import UserError
+from ptf.errors import UserError, first_line
 from ptf.model import bridge
 from ptf.model.decoder import Decoder
-from ptf.model.hf_backend import first_line
 from ptf.model.reference import quiet, reference
 from ptf.model.rounding import bound_of
 from ptf.train.export import logprobs_of

@@ -18,13 +18,13 @@ from ptf.compute.world import World, make_mesh
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.adapter_directory import AdapterDirectory
 from ptf.model.chunked import cross_entropy
 from ptf.model.components import OWN
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Linear, Lora, adapter_names, adapters, adapters_off, grouped
+from ptf.model.model_directory import AdapterDirectory
 from ptf.model.peft_format import PeftFormat, save
 from ptf.model.reference import quiet, random_reference, reference
 from ptf.model.verify import packed

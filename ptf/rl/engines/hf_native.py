@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
+from ptf.errors import first_line
 from ptf.model import hf_backend, hf_checks
 from ptf.model.decoder import Decoder
 from ptf.model.head import Head
@@ -71,7 +72,7 @@ class HFNativeEngine(NativeEngine):
                 batch = _Batch(self, ids[:, :-STEPS])
                 steps = [batch.logits, *(batch.next(ids[:, i - STEPS]) for i in range(STEPS))]
             except Exception as error:  # whatever a model's cache raises, whole forward passes give the same tokens
-                return f"its cache fails ({type(error).__name__}: {hf_backend.first_line(error)})"
+                return f"its cache fails ({type(error).__name__}: {first_line(error)})"
             for i, logits in enumerate(steps):
                 expected = self._whole([row[: length - STEPS + i] for row in ids.cpu().numpy()])
                 apart = (logits.log_softmax(-1) - expected.log_softmax(-1)).abs().max()
