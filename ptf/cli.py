@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ptf.config import Job
-    from ptf.model.verify import Report
+    from ptf.model.verify import Case
     from ptf.rl.online_budget import OnlineBudget
     from ptf.train.budget import Budget
     from ptf.train.memory_search import Setting
@@ -272,11 +273,11 @@ def verify(options: argparse.Namespace) -> int:
     """Compare a model family, or a checkpoint, with transformers."""
     from rich.progress import MofNCompleteColumn, Progress
 
-    from ptf.model.verify import Reference, Report
+    from ptf.model.verify import Reference
     from ptf.model.verify import verify as compare
 
     if (Path(options.where) / "config.json").is_file():
-        return _print_report(Report(options.where, [Reference(Path(options.where)).compare()]), options.json)
+        return _print_cases(options.where, [Reference(Path(options.where)).compare()], options.json)
     progress = console(sys.stderr)
     with Progress(
         *Progress.get_default_columns(),
@@ -286,27 +287,31 @@ def verify(options: argparse.Namespace) -> int:
         disable=not progress.is_terminal,
     ) as bar:
         task = bar.add_task(f"verify {options.where}", total=options.configs)
-        report = compare(options.where, options.configs, options.seed, progress=lambda case: bar.advance(task))
+        cases = []
+        for case in compare(options.where, options.configs, options.seed):
+            cases.append(case)
+            bar.advance(task)
     if options.parallel:
         from ptf.model.parallel_parity import verify_parallel
 
-        report.cases += verify_parallel(options.where, min(options.configs, PARALLEL_CONFIGS), options.seed)
-    return _print_report(report, options.json)
+        cases += verify_parallel(options.where, min(options.configs, PARALLEL_CONFIGS), options.seed)
+    return _print_cases(options.where, cases, options.json)
 
 
-def _print_report(report: "Report", as_json: bool) -> int:
+def _print_cases(model: str, cases: "list[Case]", as_json: bool) -> int:
     """Print what the verifier found, a row for each comparison, and return the exit status."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
-    out = console(width=180)
+    out, passed = console(width=180), bool(cases) and all(case.passed for case in cases)
     if as_json:
-        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
-        return 0 if report.passed else 1
+        found = {"model": model, "cases": [asdict(case) for case in cases], "passed": passed}
+        sys.stdout.write(json.dumps(found) + "\n")
+        return 0 if passed else 1
     table = Table("", "compared", "error of transformers", "error of ptf", "tolerance", "verdict", box=SIMPLE)
     lines = []
-    for number, case in enumerate(report.cases):
+    for number, case in enumerate(cases):
         for found in case.findings:
             errors = (f"{n:.1e}" for n in (found.theirs, found.ours, found.tolerance))
             cells = case.mesh or str(number), found.what, *errors, f"{found.verdict} {found.place}".strip()
@@ -316,9 +321,9 @@ def _print_report(report: "Report", as_json: bool) -> int:
     out.print(table)
     for line in lines:
         out.print(line, markup=False, highlight=False)
-    verdict, style = ("pass", "green") if report.passed else ("fail", "red")
-    console().print(f"{report.model}: {verdict}", style=style, markup=False, highlight=False, soft_wrap=True)
-    return 0 if report.passed else 1
+    verdict, style = ("pass", "green") if passed else ("fail", "red")
+    console().print(f"{model}: {verdict}", style=style, markup=False, highlight=False, soft_wrap=True)
+    return 0 if passed else 1
 
 
 def check_engine(options: argparse.Namespace) -> int:

@@ -279,14 +279,8 @@ class Flex:
         if any(self.added):
             added = (0, self.added[1], 0, self.added[0])
             segments, positions = F.pad(segments, added, value=-1), F.pad(positions, added)
-        self.documents = DocumentMasks(segments, positions)
-        self.masks: dict[int | None, object] = {}
-
-    def mask(self, window: int | None) -> object:
-        """Return the block mask of a window size (None: unlimited), made at its first use."""
-        if window not in self.masks:
-            self.masks[window] = self.documents.mask(window)
-        return self.masks[window]
+        # the block mask of a window size (None: unlimited), made at its first use
+        self.mask = functools.cache(DocumentMasks(segments, positions).mask)
 
     def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, T, heads, V]; the arguments are those of `Attend`.

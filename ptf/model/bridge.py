@@ -40,7 +40,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family, family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, initial_value, keyed, merged_weights, raise_if_unmatched_targets, whole
-from ptf.model.quantised_weights import QuantisedWeight, quantised_weights, weight_shapes
+from ptf.model.quantised_weights import FORMS, QuantisedWeight, quantised_weights, weight_shapes
 from ptf.model.scalar import HF_NAME, is_scalar
 from ptf.model.tensor_files import TensorFiles, has_own_head, has_weights, weight_map
 from ptf.storage import file_verification, published_versions
@@ -242,7 +242,7 @@ def fill_quantised(weight: QuantisedWeight, codes: Tensor, scales: Tensor, read:
         rows = part[:-1]
         if rows != last[0]:
             whole = read((*rows, slice(0, 2 * codes.shape[-1])))
-            last = (rows, weight.quantise(whole.to(codes.device, torch.float32)))
+            last = (rows, FORMS[weight.form].quantise(whole.to(codes.device, torch.float32)))
         return last[1][which][..., part[-1]]
 
     fill(codes, partial(part_of, 0))

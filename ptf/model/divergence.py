@@ -80,15 +80,12 @@ class _Whole:
         n, real = len(log_s), slice(student.head.real)
         log_t = self.projection.logprobs(block)
         t = self.projection.probabilities(log_t, out=self.t[:n])
-        s = student.probabilities(log_s, out=_like(self.s[:n], log_s))
+        # student and teacher may be padded to different widths
+        out = self.s[:n] if self.s.shape[1] == log_s.shape[1] else torch.empty_like(log_s)
+        s = student.probabilities(log_s, out=out)
         values = compare(log_s[:, real], s[:, real], log_t[:, real], t[:, real], how, student.head)
         log_s[:, real.stop :] = 0
         return values
-
-
-def _like(spare: Tensor, wanted: Tensor) -> Tensor:
-    """Return the buffer if it fits, else a new one: student and teacher may be padded to different widths."""
-    return spare if spare.shape == wanted.shape else torch.empty_like(wanted)
 
 
 class _Top:
@@ -177,8 +174,8 @@ def divergence(
     chunks = chunks_of(len(selected), head, head_teacher, buffers=BUFFERS)
     with torch.no_grad():
         teacher = _Whole(rows(x_teacher, selected), head_teacher, chunks, how.temperature)
-    given: Any = head, teacher, chunks, weights.reshape(-1)[selected], how
-    return _SummedDivergence.apply(*function_inputs(x, selected, head), *given)
+    weights = weights.reshape(-1)[selected]
+    return _SummedDivergence.apply(*function_inputs(x, selected, head), head, teacher, chunks, weights, how)
 
 
 def divergence_of_top(
@@ -197,8 +194,8 @@ def divergence_of_top(
     selected = trained_positions(weights) if selected is None else selected
     chunks = chunks_of(len(selected), head)
     teacher = _Top(rows(ids, selected), rows(logprobs, selected), head)
-    given: Any = head, teacher, chunks, weights.reshape(-1)[selected], how
-    return _SummedDivergence.apply(*function_inputs(x, selected, head), *given)
+    weights = weights.reshape(-1)[selected]
+    return _SummedDivergence.apply(*function_inputs(x, selected, head), head, teacher, chunks, weights, how)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ experts what `top_k` of them do, and the head counts trained positions only. Wha
 checkpointing) counts once.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -91,15 +91,15 @@ class _Tally:
 
     def part(self, m: nn.Module, upstream: bool) -> bool:
         """Count an attention, an MLP or a mixture; of another kind, its projections one after the other."""
-        if isinstance(m, Attention):
-            return self.attention(m, upstream)
-        if isinstance(m, GatedDeltaNet):
-            return self.linear_attention(m, upstream)
-        if isinstance(m, LatentAttention):
-            return self.latent_attention(m, upstream)
-        if isinstance(m, MLP):
-            return self.mlp(m, upstream)
-        return self.mixture(m, upstream) if isinstance(m, MixtureOfExperts) else self.chain(m, upstream)
+        counted: dict[type[nn.Module], Callable[..., bool]] = {
+            Attention: self.attention,
+            GatedDeltaNet: self.linear_attention,
+            LatentAttention: self.latent_attention,
+            MLP: self.mlp,
+            MixtureOfExperts: self.mixture,
+        }
+        count = next((count for kind, count in counted.items() if isinstance(m, kind)), self.chain)
+        return count(m, upstream)
 
     def attention(self, m: Attention, upstream: bool) -> bool:
         """Count the projections of an attention, and what a (query, key) pair costs."""

@@ -176,14 +176,8 @@ class Flash:
     The padding of a sequence is one more document. Batches in which documents share a prefix are computed by Flex.
     """
 
+    module = "flash_attn"
     unlimited: int | None = -1  # size of a window, for the package
-
-    @staticmethod
-    def function() -> Callable[..., Any]:
-        """Return the package's function."""
-        from flash_attn import flash_attn_varlen_func
-
-        return flash_attn_varlen_func
 
     def __init__(self, segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> None:
         self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
@@ -196,7 +190,8 @@ class Flash:
         """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
         if self.flex is not None:
             return self.flex(layer, q, k, v)
-        out = self.function()(
+        # the function of flash_attn 4 returns the log-sum-exp, too
+        out = importlib.import_module(self.module).flash_attn_varlen_func(
             *(t.flatten(0, 1) for t in (q, k, v)),  # [B·T, heads, D]
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_k=self.cu_seqlens,
@@ -218,14 +213,7 @@ class Flash:
 class Flash4(Flash):
     """The same by flash_attn 4, which needs a GPU of Hopper's or Blackwell's generation."""
 
-    unlimited = None
-
-    @staticmethod
-    def function() -> Callable[..., Any]:
-        """Return the package's function, which returns the output and the log-sum-exp, or None for the latter."""
-        from flash_attn.cute import flash_attn_varlen_func
-
-        return flash_attn_varlen_func
+    module, unlimited = MODULES["flash_attn_4"], None
 
 
 def fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,6 @@ goes from token to token, the convolution's last inputs and the state of the rul
 keys and values of softmax attention are: nothing in training, a cache in generation.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,13 +60,12 @@ class GatedDeltaNet(nn.Module):
     def _grouped(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the input of the convolution, the gate, β before its sigmoid, and the decay's input, by token, of
         projections whose rows are grouped by key head."""
-        modules: Any = self
         c = self.config
         per_key = c.value_heads // c.key_heads  # heads of values of each key head
         each = (c.key_dim, c.key_dim, per_key * c.value_dim, per_key * c.value_dim)
         # [B, T, key_heads, ..]
-        q, k, v, z = modules.qkvz_proj(x).unflatten(-1, (c.key_heads, -1)).split(each, -1)
-        b, a = modules.ba_proj(x).unflatten(-1, (c.key_heads, -1)).split((per_key, per_key), -1)
+        q, k, v, z = self.get_submodule("qkvz_proj")(x).unflatten(-1, (c.key_heads, -1)).split(each, -1)
+        b, a = self.get_submodule("ba_proj")(x).unflatten(-1, (c.key_heads, -1)).split((per_key, per_key), -1)
         q, k, v, z, b, a = (t.flatten(-2) for t in (q, k, v, z, b, a))
         return torch.cat((q, k, v), -1), z, b, a
 

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.hf_language_model import raise_if_outside
-from ptf.model.lora import Adapter, Lora, adapter_config, adapter_names, adapters, kinds, merged, whole
+from ptf.model.lora import Adapter, Lora, adapter_config, adapter_names, adapters, attach, kinds, merged, whole
 
 PREFIX = "hf."  # of the names of parameters: HFDecoder holds transformers' model as `hf`
 DEFAULT = Lora().targets  # ptf's own names, of which a model of transformers has none
@@ -125,10 +124,8 @@ def _refused_by_peft(model: Any, path: str) -> bool:
 
 def _attach(module: Any, lora: Lora) -> None:
     """Give a module an adapter with B = 0."""
-    out, into = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape
-    module.register_parameter("lora_a", nn.Parameter(torch.zeros(lora.rank, into)))
-    module.register_parameter("lora_b", nn.Parameter(torch.zeros(out, lora.rank)))
-    module.adapters = {"weight": Adapter("lora_a", "lora_b", lora.scale)}
+    shape = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape
+    module.adapters = {"weight": attach(module, "weight", shape, lora)}
     module.adapted = True  # False inside `adapters_off`
     module.__class__ = _adapted(type(module))
 

@@ -41,7 +41,7 @@ from ptf.model.head import Head
 from ptf.model.hf_adapters import PREFIX, adapt, with_adapter
 from ptf.model.hf_checks import check
 from ptf.model.hf_language_model import Outside, is_multimodal, language_model, multimodal_class, text_config, tied
-from ptf.model.hf_weights import InMemory, fill_from, parameters_on_meta, renamings, stored_groups, stored_names
+from ptf.model.hf_weights import InMemory, fill_from, in_stored_form, parameters_on_meta, renamings, stored_names
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters, keyed
 from ptf.model.scalar import Scalar, is_scalar
@@ -181,28 +181,16 @@ class HFDecoder(nn.Module):
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in a checkpoint, whole tensor), adapters merged. Every rank must iterate."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         if isinstance(self, FSDPModule):
             self.reshard()
         values, pairs = self._stored(), adapters(self)
-        for group in stored_groups(self.hf, list(values)):
-            yield from revert_weight_conversion(
-                self.hf, {n: with_adapter(self, pairs, n, values[n]) for n in group}
-            ).items()
+        yield from in_stored_form(self.hf, values, lambda name: with_adapter(self, pairs, name, values[name]))
 
     def hf_names(self) -> set[str]:
         """Return the names under which `hf_tensors` gives the tensors."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         values = self._stored()
-        return {
-            name
-            for group in stored_groups(self.hf, list(values))
-            for name in revert_weight_conversion(
-                self.hf, {n: torch.empty_like(values[n], device="meta") for n in group}
-            )
-        }
+        tensors = in_stored_form(self.hf, values, lambda name: torch.empty_like(values[name], device="meta"))
+        return {name for name, _ in tensors}
 
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill the model from whole tensors under the names of `hf_tensors`. Raise KeyError for one that is missing."""
@@ -215,8 +203,8 @@ class HFDecoder(nn.Module):
     def renamed(self, names: Collection[str]) -> dict[str, str]:
         """Return the parameters that tensors of a checkpoint are, by the names there, without what is converted."""
         with self.whole():
-            found = renamings(self.hf, names, self._adapter_names())
-        return {stored: name for name, stored in found.items() if name not in self.outside_names}
+            found = renamings(self.hf, names, self._adapter_names(), self.outside_names)
+        return {stored: name for name, stored in found.items()}
 
     @property
     def outside_names(self) -> Collection[str]:
@@ -238,10 +226,9 @@ class HFDecoder(nn.Module):
     def carried(self, source: Path) -> Iterator[tuple[str, Tensor, torch.dtype]]:
         """Yield (name, tensor, dtype) of the tensors of the checkpoint `source` that are not trained but kept, as they
         are there; of a random multimodal model, those that were drawn."""
-        from transformers.core_model_loading import revert_weight_conversion
-
         if self.outside is not None and self.outside.drawn:
-            for name, tensor in revert_weight_conversion(self.hf, self.outside.drawn).items():
+            drawn = self.outside.drawn
+            for name, tensor in in_stored_form(self.hf, drawn, drawn.__getitem__):
                 yield name, tensor, bridge.export_dtype(source)
             return
         if not has_weights(source):

@@ -50,7 +50,7 @@ def fill_from(
     unexpected or misshapen.
     """
     targets = _targets(hf, without)
-    renamed, groups, unexpected = _assigned(hf, stored.names, targets)
+    renamed, groups, unexpected = _assigned(hf, stored.names, targets, carried)
     filled, problems = set[int](), list[str]()
 
     def fill(name: str, shape: tuple[int, ...], source: str, read: Callable[[Slices], Tensor]) -> None:
@@ -63,15 +63,11 @@ def fill_from(
 
     read_from: dict[int, str] = {}  # parameter → its tensor
     for name, source in renamed.items():
-        if name in carried:
-            continue
         first = read_from.setdefault(id(targets[name]), source)
         if first != source and not equal(stored, first, source):
             problems.append(f"unlike: {source} is not {first}, to which the config ties it")
         fill(name, stored.shape(source), source, partial(stored.read, source))
     for name, (converter, sources) in groups.items():
-        if name in carried:
-            continue
         for source, pattern in sources:
             everything = tuple(slice(0, n) for n in stored.shape(source))
             converter.add_tensor(name, source, pattern, stored.read(source, everything))
@@ -116,9 +112,10 @@ Groups = dict[str, tuple[Any, list[tuple[str, str]]]]  # parameter → converter
 
 
 def _assigned(
-    hf: Any, names: Collection[str], targets: Mapping[str, Tensor]
+    hf: Any, names: Collection[str], targets: Mapping[str, Tensor], carried: Collection[str]
 ) -> tuple[dict[str, str], Groups, list[str]]:
-    """Return the stored name of each parameter that is only renamed, the others' converters, and what has no place.
+    """Return the stored name of each parameter that is only renamed, the others' converters, and what has no place; of
+    the parameters of `carried` nothing.
 
     As transformers' `convert_and_load_state_dict_in_model` assigns them; the conversions that were used are left in the
     model, where `revert_weight_conversion` expects them.
@@ -140,36 +137,43 @@ def _assigned(
             ours, pattern = rename_source_key(name, [], [], prefix, known)
         if ours not in targets:
             unexpected.append(ours)
-        elif pattern is None:
+        elif pattern is None and ours not in carried:
             renamed.setdefault(ours, name)
-        else:
+        elif ours not in carried:
             groups.setdefault(ours, (deepcopy(by_pattern[pattern]), []))[1].append((name, pattern))
     hf._weight_conversions = [one for one in conversions if one.was_used()]
     return renamed, groups, unexpected
 
 
-def renamings(hf: Any, names: Collection[str], without: Collection[str]) -> dict[str, str]:
-    """Return the stored name of each parameter that is only renamed; `names` are those of a checkpoint."""
-    return _assigned(hf, names, _targets(hf, without))[0]
+def renamings(hf: Any, names: Collection[str], without: Collection[str], carried: Collection[str]) -> dict[str, str]:
+    """Return the stored name of each parameter that is only renamed, but those of `carried`; `names` are those of a
+    checkpoint."""
+    return _assigned(hf, names, _targets(hf, without), carried)[0]
 
 
 def stored_names(hf: Any, names: Collection[str], without: Collection[str], carried: Collection[str]) -> set[str]:
     """Return which of a checkpoint's `names` become parameters other than those of `carried`."""
-    renamed, groups, _ = _assigned(hf, names, _targets(hf, without))
-    taken = {source for name, source in renamed.items() if name not in carried}
-    return taken | {source for name, (_, of) in groups.items() if name not in carried for source, _ in of}
+    renamed, groups, _ = _assigned(hf, names, _targets(hf, without), carried)
+    return {*renamed.values(), *(source for _, sources in groups.values() for source, _ in sources)}
 
 
-def stored_groups(hf: Any, names: Collection[str]) -> list[list[str]]:
-    """Return the parameters' names in groups whose stored form depends on no other, for `revert_weight_conversion`."""
-    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+def in_stored_form(hf: Any, names: Collection[str], value: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in a checkpoint, tensor) of the parameters of these names, whose tensors `value` returns: in groups
+    whose stored form depends on no other."""
+    from transformers.core_model_loading import (
+        WeightConverter,
+        dot_natural_key,
+        rename_source_key,
+        revert_weight_conversion,
+    )
 
     inverted = [one.reverse_transform() for one in reversed(_conversions(hf))]
     converters = [one for one in inverted if isinstance(one, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=dot_natural_key):
         groups.setdefault(rename_source_key(name, [], converters)[0], []).append(name)
-    return list(groups.values())
+    for group in groups.values():
+        yield from revert_weight_conversion(hf, {name: value(name) for name in group}).items()
 
 
 def _conversions(hf: Any) -> list[Any]:

@@ -7,7 +7,7 @@ Adapters are decided where a projection is constructed (layers.LayerFactory), an
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from ptf.errors import UserError
 from ptf.model import matrix_product
-from ptf.model.quantised_weights import QuantisedWeight, quantised_linear, quantised_weights
+from ptf.model.quantised_weights import FORMS, QuantisedWeight, quantised_linear, quantised_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,10 @@ class Adapter:
     scale: float
 
 
-def attach(module: nn.Module, weight: str, lora: Lora) -> Adapter:
-    """Give a parameter of a module an adapter with B = 0; A gets its initial value later (`initial_value`)."""
-    *stacked, out, into = getattr(module, weight).shape
+def attach(module: nn.Module, weight: str, shape: Sequence[int], lora: Lora) -> Adapter:
+    """Give a weight [.., out, in] of a module an adapter with B = 0; A gets its initial value later
+    (`initial_value`)."""
+    *stacked, out, into = shape
     stem = "" if weight == "weight" else f"{weight}_"
     module.register_parameter(f"{stem}lora_a", Parameter(torch.zeros(*stacked, lora.rank, into)))
     module.register_parameter(f"{stem}lora_b", Parameter(torch.zeros(*stacked, out, lora.rank)))
@@ -73,7 +74,7 @@ class Linear(nn.Linear):
     def __init__(self, d_in: int, d_out: int, bias: bool = False, lora: Lora | None = None) -> None:
         super().__init__(d_in, d_out, bias=bias)
         self.quantised: dict[str, QuantisedWeight] = {}
-        self.adapters = {} if lora is None else {"weight": attach(self, "weight", lora)}
+        self.adapters = {} if lora is None else {"weight": attach(self, "weight", self.weight.shape, lora)}
         self.adapted = True  # False inside `adapters_off`
 
     def forward(self, input: Tensor) -> Tensor:
@@ -219,7 +220,7 @@ def merged_weights(model: nn.Module, original: Callable[[str], Tensor] | None = 
             return whole(tensors[name])
         if original is not None:
             return original(name).to(tensors[of.codes].device)
-        return of.dequantise(whole(tensors[of.codes]), whole(tensors[of.scales]), torch.float32)
+        return FORMS[of.form].dequantise(whole(tensors[of.codes]), whole(tensors[of.scales]), torch.float32)
 
     def weight(name: str) -> Tensor:
         if (adapter := pairs.get(name)) is None:

@@ -57,13 +57,9 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     rows, exponents = codes.reshape(-1, half), scales.reshape(len(weight), -1)
     for out, part, powers in zip(weight.split(step), rows.split(step), exponents.split(step), strict=True):
         values = F.embedding(part.int(), pairs).view(out.shape)
-        torch.mul(values, _powers(powers, dtype)[..., None], out=out)
+        scale = torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers.int() - BIAS).to(dtype)
+        torch.mul(values, scale[..., None], out=out)
     return weight.view(*outer, 2 * half)
-
-
-def _powers(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the powers of two of these scales."""
-    return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - BIAS).to(dtype)
 
 
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:

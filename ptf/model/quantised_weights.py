@@ -31,16 +31,7 @@ class QuantisedWeight:
     codes: str
     scales: str
     shape: torch.Size
-    form: str
-
-    def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scales of rows of the weight. Raises UserError for values that the form does not
-        hold."""
-        return FORMS[self.form].quantise(weight)
-
-    def dequantise(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows of the weight that these codes and scales are."""
-        return FORMS[self.form].dequantise(codes, scales, dtype)
+    form: str  # of `FORMS`
 
 
 def quantise_weight(module: Any, weight: str, name: str, form: str) -> None:

@@ -25,8 +25,7 @@ from ptf.model.matrix_product import OPERATOR
 Recompute = Literal["none", "block", "offload", "selective"]
 aten = torch.ops.aten
 SAVED = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
-if OPERATOR is not None:
-    SAVED |= {OPERATOR.default}
+SAVED |= set() if OPERATOR is None else {OPERATOR.default}
 
 
 class _Kept:

@@ -41,13 +41,12 @@ class TensorFiles(contextlib.ExitStack):
             begins = next((b for b in aliases or {} if stored.startswith(b)), None)
             name = stored if begins is None else (aliases or {})[begins] + stored.removeprefix(begins)
             self.where[name] = (path, stored)
-        packed = {
+        self.packed = packed = {
             n.removesuffix("_blocks")
             for n in self.where
             if n.endswith("_blocks") and n.removesuffix("_blocks") + "_scales" in self.where
         }
         self.names = {n for n in self.where if n.removesuffix("_blocks").removesuffix("_scales") not in packed} | packed
-        self.packed = packed
 
     def _stored(self) -> dict[str, Path]:
         """Return the file of each stored tensor; raise UserError where a file is missing or has another format."""

@@ -69,25 +69,23 @@ def normalise_and_gather(module: nn.Module, own: Callable[..., Tensor], group: P
     return all_gather(own(x), group, whole_gradient=True)
 
 
-def normalise_width(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor) -> Tensor:
+def normalise_width(module: Any, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor) -> Tensor:
     """Normalise over a width of which each rank has a slice: [B, T, n / ranks] is divided by the root mean square of
     all n."""
-    norm: Any = module
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = sum_over(wide.square().mean(-1, keepdim=True), group) / group.size()
-    return norm.weight * (wide * torch.rsqrt(mean + norm.eps)).to(x.dtype)
+    return module.weight * (wide * torch.rsqrt(mean + module.eps)).to(x.dtype)
 
 
-def mix(module: nn.Module, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, real: Tensor) -> Tensor:
+def mix(module: Any, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, real: Tensor) -> Tensor:
     """Run a mixture of experts.
 
     Every rank routes all tokens, and sorts its own experts' rows to the front. All ranks compute the balance loss,
     which must count once.
     """
-    mixture: Any = module
-    mixture.first = group.rank() * (mixture.config.experts // group.size())
+    module.first = group.rank() * (module.config.experts // group.size())
     out = own(x, real)
-    probability = mixture.routing.probability
+    probability = module.routing.probability
     if probability.requires_grad:  # each rank has the whole gradient, and the ranks' gradients will be summed
         probability.register_hook(lambda gradient: gradient / group.size())
     return out
@@ -128,11 +126,8 @@ def _localised(kind: type[nn.Module], shardings: tuple[tuple[str, ParamSharding]
 
 def style_of(name: str, plan: Mapping[str, ParallelStyle]) -> ParallelStyle | None:
     """Return the style of the first entry whose pattern matches; a `*` stands for one word."""
-
-    def fits(pattern):
-        return pattern.count(".") == name.count(".") and fnmatchcase(name, pattern)
-
-    return next((style for pattern, style in plan.items() if fits(pattern)), None)
+    fitting = (s for pattern, s in plan.items() if pattern.count(".") == name.count(".") and fnmatchcase(name, pattern))
+    return next(fitting, None)
 
 
 def raise_if_indivisible(c: DecoderConfig, ranks: int) -> None:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,38 +97,15 @@ class Case:
         return bool(self.findings) and all(f.passed for f in self.findings) and not self.problems
 
 
-@dataclass(slots=True)
-class Report:
-    """The comparisons of one family, or of one checkpoint."""
-
-    model: str
-    cases: list[Case] = field(default_factory=list)
-
-    @property
-    def passed(self) -> bool:
-        """Whether there is a comparison and all of them passed."""
-        return bool(self.cases) and all(case.passed for case in self.cases)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report for JSON."""
-        return asdict(self) | {"passed": self.passed}
-
-
 def verify(
-    name: str,
-    configs: int = 12,
-    seed: int = 0,
-    change: Callable[[Decoder], Any] | None = None,
-    until_failure: bool = False,
-    progress: Callable[[Case], Any] = lambda case: None,
-) -> Report:
+    name: str, configs: int = 12, seed: int = 0, change: Callable[[Decoder], Any] | None = None
+) -> Iterator[Case]:
     """Compare `configs` random members of a family with transformers.
 
-    `change` is applied to our model after loading (to test that a mistake is caught); `progress` is called after each
-    comparison. Raise UserError for a name that is no family.
+    `change` is applied to our model after loading (to test that a mistake is caught). Raise UserError for a name that
+    is no family.
     """
     quiet()
-    report = Report(name)
     if name not in MODULES:
         raise UserError(f"{name} is neither a directory with a config.json nor a family: {', '.join(MODULES)}")
     family = family_of({"model_type": name})
@@ -136,11 +113,7 @@ def verify(
         config = family.random_config(random.Random(f"{name}/{seed}/{number}"))
         with tempfile.TemporaryDirectory() as directory:
             random_reference(config, seed * 1000 + number).save_pretrained(directory)
-            report.cases.append(Reference(Path(directory), member=True).compare(change))
-        progress(report.cases[-1])
-        if until_failure and not report.cases[-1].passed:
-            break
-    return report
+            yield Reference(Path(directory), member=True).compare(change)
 
 
 def packed(lengths: Sequence[int] = LENGTHS, seq_len: int = SEQ_LEN) -> tuple[Tensor, Tensor]:

@@ -44,13 +44,12 @@ def mixtral(monkeypatch):
 
 def test_the_example_passes(mixtral):
     mixtral()
-    report = verify("mixtral", configs=6)
-    assert report.passed, report.cases
+    assert [case for case in verify("mixtral", configs=6) if not case.passed] == []
 
 
 def test_a_copy_of_the_nearest_family_says_what_differs(mixtral):
     mixtral(("qwen3_moe", "mixtral"), source=(Path(families.__file__).parent / "qwen3_moe.py").read_text())
-    problems = verify("mixtral", configs=1).cases[0].problems
+    problems = next(verify("mixtral", configs=1)).problems
     assert "  missing: model.layers.0.mlp.experts.0.down_proj.weight" in problems
     assert "  unexpected: model.layers.0.block_sparse_moe.experts.0.w1.weight" in problems
 
@@ -64,7 +63,7 @@ def test_what_holds_of_the_settings_of_families_holds_of_the_example(mixtral):
 
 def test_swapped_projections_show_as_a_place(mixtral):
     mixtral(("w1.weight", "w0.weight"), ("w3.weight", "w1.weight"), ("w0.weight", "w3.weight"))
-    (case,) = verify("mixtral", configs=1).cases
+    (case,) = verify("mixtral", configs=1)
     assert not case.passed
     assert case.problems == ()
     assert case.findings[-1].place.startswith("layer 0, mlp")
@@ -80,7 +79,7 @@ def test_swapped_projections_show_as_a_place(mixtral):
 )
 def test_what_cannot_be_compared_is_a_problem(mixtral, change, problem):
     mixtral(change)
-    (case,) = verify("mixtral", configs=1).cases
+    (case,) = verify("mixtral", configs=1)
     assert not case.passed
     assert any(problem in line for line in case.problems), case.problems
 

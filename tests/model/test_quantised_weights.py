@@ -14,7 +14,7 @@ from ptf.errors import UserError
 from ptf.model import bridge, mxfp4
 from ptf.model.flops import Flops
 from ptf.model.nf4 import BLOCK, dequantise, quantise
-from ptf.model.quantised_weights import quantised_weights, weight_shapes
+from ptf.model.quantised_weights import FORMS, quantised_weights, weight_shapes
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.components import layer_factory_of
 from ptf.train.trainable import freeze
@@ -55,7 +55,7 @@ def models(directory: Path, form: str = "nf4", **changes: object) -> tuple[nn.Mo
     parts, values = dict(packed.named_parameters()), dict(plain.named_parameters())
     with torch.no_grad():
         for name, weight in quantised_weights(packed).items():
-            dequantised = weight.dequantise(parts[weight.codes], parts[weight.scales], torch.float32)
+            dequantised = FORMS[weight.form].dequantise(parts[weight.codes], parts[weight.scales], torch.float32)
             assert torch.equal(values[name], dequantised) == (form == "mxfp4"), "MXFP4 rounds nothing, NF4 does"
             values[name].copy_(dequantised)
         for name, parameter in parts.items():
