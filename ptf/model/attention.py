@@ -21,6 +21,7 @@ from ptf.model.delta_rule import CPU_CHUNK, GPU_CHUNK, Chunks, Documents, convol
 from ptf.model.document_mask import BLOCK, DocumentMasks
 from ptf.model.layers import LayerFactory, RMSNorm
 from ptf.model.rope import Table, rotate
+from ptf.varlen import Varlen
 
 if TYPE_CHECKING:
     from ptf.model.gated_delta import GatedDeltaNet
@@ -310,6 +311,6 @@ class Flex:
         return self.packed_delta()(layer, qkv, decay, beta)[0]
 
 
-def backend(device: torch.device) -> type[PerDocument] | type[Flex]:
-    """Return the training attention for a device: FlexAttention on CUDA, dense batches of documents elsewhere."""
-    return Flex if device.type == "cuda" else PerDocument
+def inside_documents(segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> PerDocument | Flex:
+    """Return the attention of a batch: FlexAttention on CUDA, dense batches of documents elsewhere."""
+    return Flex(segments, positions) if segments.is_cuda else PerDocument(segments, positions)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ptf.model.attention import Attend, Attention, backend
+from ptf.model.attention import Attend, Attention, inside_documents
 from ptf.model.config import DecoderConfig
 from ptf.model.families import Family
 from ptf.model.gated_delta import GatedDeltaNet
@@ -116,10 +116,7 @@ class Decoder(nn.Module):
             x = x * c.logit_scale
         return head_fn(x, self.output())
 
-    @staticmethod
-    def attention(segments: Tensor, positions: Tensor, varlen: Varlen | None) -> Attend:
-        """Return the attention of a batch; fused.py may set another."""
-        return backend(segments.device)(segments, positions)
+    attention = staticmethod(inside_documents)  # fused.py may set another
 
     @property
     def supports_shared_prefixes(self) -> bool:

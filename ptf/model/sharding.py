@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ptf.model.attention import Attention
-from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.fused import use
 from ptf.model.latent_attention import LatentAttention
@@ -33,7 +32,6 @@ from ptf.model.tensor_parallel import (
     normalise_and_gather,
     normalise_width,
     own_experts,
-    raise_if_indivisible,
 )
 
 NO_KERNELS: Mapping[str, str] = MappingProxyType({})
@@ -107,12 +105,6 @@ PLAN: Mapping[str, ParallelStyle] = {
 }
 
 
-def check_mesh(c: DecoderConfig, mesh: DeviceMesh | None) -> None:
-    """Raise UserError for a tensor group that does not divide the model, before any of it is built."""
-    if mesh is not None and mesh["tensor"].size() > 1:
-        raise_if_indivisible(c, mesh["tensor"].size())
-
-
 def parallelize(
     model: Decoder,
     mesh: DeviceMesh | None,
@@ -134,7 +126,6 @@ def parallelize(
     assert precision in ("bf16", "fp32"), precision
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")
-    check_mesh(model.config, mesh)
     if mesh is not None and mesh["tensor"].size() > 1:
         cut(model, mesh["tensor"], plan if model.config.head == "lm" else {**plan, **_whole_head(model)})
     for block in model.layers:

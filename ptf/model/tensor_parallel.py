@@ -150,7 +150,9 @@ def raise_if_indivisible(c: DecoderConfig, ranks: int) -> None:
 
 
 def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Shard the model over a mesh of one dimension. Raise UserError for a parameter that is not in the plan."""
+    """Shard the model over a mesh of one dimension. Raise UserError for a mesh that does not divide the model, and for
+    a parameter that is not in the plan."""
+    raise_if_indivisible(model.config, mesh.size())
     group = mesh.get_group()
     unknown = [f"{path} (model.replace)" for path in model.factory.constructors if path != "head"]
     sharded: dict[int, nn.Parameter] = {}  # by the parameter's id: a tied head stays one parameter with the embedding

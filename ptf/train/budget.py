@@ -32,7 +32,8 @@ from ptf.model.flops import Flops
 from ptf.model.hub import is_id
 from ptf.model.quantised_weights import quantised_weights, weight_shapes
 from ptf.model.recompute import Recompute
-from ptf.model.sharding import check_mesh, parallelize
+from ptf.model.sharding import parallelize
+from ptf.model.tensor_parallel import raise_if_indivisible
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.storage.hub import at_revision, refusal, unreachable
@@ -251,7 +252,7 @@ def budget(
     with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
         recipe = recipe or registry.build(job)
         model = built(directory, job.model, recipe.head)
-        check_mesh(model.config, mesh)
+        raise_if_indivisible(model.config, tensor)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
         flops = Flops.of(model)

@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ptf.model.attention import Flex, backend
+from ptf.model.attention import Flex, inside_documents
 from tests.gpu_rehearsal.host_syncs import HostSyncs
 
 
@@ -11,7 +11,7 @@ def made() -> tuple[dict[str, int], list[tuple[int, ...]], str]:
     """The host syncs of two masks, the shapes of one's tables, and their device."""
     with FakeTensorMode(), HostSyncs() as found:
         segments, positions = (torch.zeros(2, 65_536, dtype=torch.int64, device="cuda") for _ in range(2))
-        attend = backend(segments.device)(segments, positions)
+        attend = inside_documents(segments, positions)
         assert isinstance(attend, Flex)
         attend.mask(None)
         mask = attend.mask(4096)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ptf.model.attention import Attend, Attention, PackedDelta, backend, soft_cap_of, soft_capped
+from ptf.model.attention import Attend, Attention, PackedDelta, inside_documents, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
 from ptf.model.delta_rule import windows
 from ptf.model.gated_delta import GatedDeltaNet
@@ -41,7 +41,7 @@ def filling(
 ) -> CachedAttend:
     """Attend inside each context; leave the keys and values of context i in row `slots[i]` of what is `stored` of the
     layer at each `place`, by default row i, and what linear attention keeps in the same row of `states`."""
-    inside = backend(segments.device)(segments, positions)
+    inside = inside_documents(segments, positions)
     real = segments.reshape(-1) >= 0
     row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
     row = row if slots is None else slots[row]
