@@ -38,16 +38,14 @@ class Flops:
         For a model behind Decoder's interface whose layers are not known, they are counted as if everything in them
         were trained or frozen together.
         """
-        tally = _Tally()
         if not isinstance(model, Decoder):
-            return _of_unknown_layers(model, tally)
+            return _of_unknown_layers(model)
+        body, head = _Tally(), _Tally()
         upstream = _trains(model.embed)
         for block in model.layers:
-            upstream = tally.block(cast("Block", block), upstream)
-        body = tally.tokens
-        tally.tokens = 0.0
-        tally.chain(model.head, upstream or _trains(model.norm))
-        return Flops(body, tally.pairs, tally.tokens)
+            upstream = body.block(cast("Block", block), upstream)
+        head.chain(model.head, upstream or _trains(model.norm))
+        return Flops(body.tokens, body.pairs, head.tokens)
 
     def step(self, lengths: Iterable[int], targets: float, prefix_lengths: Iterable[int] | None = None) -> float:
         """Return the operations over packed documents of these lengths with `targets` trained positions.
@@ -197,16 +195,13 @@ def _trains_parameter(module: nn.Module, name: str) -> bool:
     return parameter is not None and parameter.requires_grad
 
 
-def _of_unknown_layers(model: Decoder, tally: _Tally) -> Flops:
+def _of_unknown_layers(model: Decoder) -> Flops:
     """Count a model whose layers are not known: every linear layer, and attention over all pairs."""
-    c, trains = model.config, _trains(model)
-    head = {id(m) for m in model.head.modules()}
+    c, trains, body, head = model.config, _trains(model), _Tally(), _Tally()
+    of_head = {id(m) for m in model.head.modules()}
     for m in model.modules():
-        if isinstance(m, nn.Linear) and id(m) not in head:
-            tally.matrix(m, "weight", trains)
-    body = tally.tokens
-    tally.tokens = 0.0
-    tally.chain(model.head, trains)
-    return Flops(
-        body, {None: 2 * len(c.layers) * c.heads * (c.head_dim + c.value_dim) * (3 if trains else 1)}, tally.tokens
-    )
+        if isinstance(m, nn.Linear) and id(m) not in of_head:
+            body.matrix(m, "weight", trains)
+    head.chain(model.head, trains)
+    of_pairs = {None: 2 * len(c.layers) * c.heads * (c.head_dim + c.value_dim) * (3 if trains else 1)}
+    return Flops(body.tokens, of_pairs, head.tokens)

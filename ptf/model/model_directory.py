@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from ptf.errors import UserError
@@ -79,11 +78,13 @@ class AdapterDirectory:
         needs.
         """
         components = own.replace if own else {}
-        everything = self._format(base, LayerFactory(components, lora=Lora(rank=1, targets=("*",))))
+        factory = LayerFactory(components, lora=Lora(rank=1, targets=("*",)))
+        everything = PeftFormat(bridge.build(base, head="lm", factory=factory))
         targets = everything.projections(self.names)
         if unknown := self.names - everything.names():
             raise self._does_not_fit(base, unknown)
-        widened = self._format(base, LayerFactory(components, lora=Lora(rank=1, targets=targets)))
+        factory = LayerFactory(components, lora=Lora(rank=1, targets=targets))
+        widened = PeftFormat(bridge.build(base, head="lm", factory=factory))
         rank, rest = divmod(self.rank, widened.rank)
         if missing := widened.names() - self.names:
             raise self._does_not_fit(base, missing)
@@ -110,10 +111,6 @@ class AdapterDirectory:
                         f"{self.directory}: {name} cannot be read exactly into ptf's layout; merge the adapter into "
                         "its base model with PEFT (merge_and_unload) and use that"
                     )
-
-    def _format(self, base: Path, factory: LayerFactory) -> PeftFormat:
-        with torch.device("meta"):
-            return PeftFormat(bridge.build(base, head="lm", factory=factory))
 
     def _does_not_fit(self, base: Path, names: Iterable[str]) -> UserError:
         listed = sorted(names)

@@ -70,35 +70,23 @@ def _added(rows: Tensor, places: Tensor) -> Tensor:
     return rows.index_select(0, places.flatten()).view(*places.shape, *rows.shape[1:]).sum(1)
 
 
-class _Spread(Function):
-    """Copies of each token's values at its places: [n, ..] → [m, ..].
+class _Moved(Function):
+    """Copies of each token's values at its places, [n, ..] → [m, ..]; with `back`, the sum of the rows of each token,
+    [m, ..] → [n, ..]. Each is the transpose of the other.
 
     `token` [m] is the token of each row, and `places` [n, k] are the rows of each token.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, token)
+    def forward(ctx: Any, x: Tensor, token: Tensor, places: Tensor, back: bool) -> Tensor:
+        ctx.save_for_backward(token if back else places)
+        ctx.back = back
+        return _added(x, places) if back else x.index_select(0, token)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        return _added(grads[0], places), None, None
-
-
-class _Combined(Function):
-    """The sum of the rows of each token: [m, ..] → [n, ..]; the transpose of `_Spread`."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, token: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(token)
-        return _added(y, places)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (token,) = ctx.saved_tensors
-        return grads[0].index_select(0, token), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (index,) = ctx.saved_tensors
+        return grads[0].index_select(0, index) if ctx.back else _added(grads[0], index), None, None, None
 
 
 class _BiasOfRows(Function):
@@ -231,10 +219,10 @@ class MixtureOfExperts(nn.Module):
         probability, share, chosen = self._sigmoid_choice(x) if c.scores == "sigmoid" else self._softmax_choice(x)
         self.routing = self._routing(probability, chosen, real.flatten())
         by_expert = TokensByExpert.of((chosen - self.first) % c.experts, c.experts)
-        shares = _Spread.apply(share.to(x.dtype).flatten(), by_expert.order, by_expert.inverse[:, None])
-        spread = _Spread.apply(x, by_expert.token, by_expert.places)
+        shares = _Moved.apply(share.to(x.dtype).flatten(), by_expert.order, by_expert.inverse[:, None], False)
+        spread = _Moved.apply(x, by_expert.token, by_expert.places, False)
         y = self.experts(spread, by_expert.ends, by_expert.expert) * shares[:, None]
-        y = _Combined.apply(y, by_expert.token, by_expert.places)
+        y = _Moved.apply(y, by_expert.token, by_expert.places, True)
         return (y if self.shared is None else y + self._shared(x)).view(shape)
 
     def _softmax_choice(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

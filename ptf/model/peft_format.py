@@ -12,7 +12,6 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,8 @@ class PeftFormat:
             for mapping in bridge.checkpoint_mappings(model)
             if any(self._adapted_name(name) in self.adapters for name in mapping.ours)
         ]
+        # in the file: that of the adapters, times how many projections share a tensor
+        self.rank = self.lora.rank * max((len(mapping.ours) for mapping in self.mappings), default=1)
 
     def _adapted_name(self, name: str) -> str:
         """Return the name of an adapted weight that makes this weight part of the file.
@@ -59,11 +60,6 @@ class PeftFormat:
         if not experts.endswith(".experts") or not leaf.endswith("_proj"):
             return name
         return next((n for n in self.adapters if n.startswith(experts + dot)), name)
-
-    @cached_property
-    def rank(self) -> int:
-        """The rank in the file: that of the adapters, times how many projections share a tensor."""
-        return self.lora.rank * max((len(mapping.ours) for mapping in self.mappings), default=1)
 
     def obstacles(self) -> list[str]:
         """Return what is trained and cannot be expressed in this format; [] if everything can."""

@@ -147,7 +147,6 @@ def _logprobs_by(model: "PreTrainedModel", tokens: Sequence[int]) -> Tensor:
 
 def _ends_at(model: "PreTrainedModel", prompt: Tensor, stop: int) -> bool:
     """Return whether greedy generation, with the model's own settings, ends where its first token is made `stop`."""
-    quiet()
     first = prompt.shape[1]
 
     def forced(ids: Tensor, scores: Tensor) -> Tensor:
