@@ -59,7 +59,6 @@ def verify_parallel(
     `plan` replaces the sharding plan (to test that a mistake is caught).
     """
     quiet()
-    family, cases = family_of({"model_type": model_type}), []
     with tempfile.TemporaryDirectory() as base:
         members = []
         for number in range(configs):
@@ -69,7 +68,7 @@ def verify_parallel(
             model.save_pretrained(member)
             for name, mesh in MESHES.items():
                 after = copy.deepcopy(model)
-                stepped = _step(after, family, _groups(mesh), member)
+                stepped = _step(after, _groups(mesh))
                 members.append((member, name, stepped, corrected(after)))
         jobs = [(str(member), name, stepped.rate, stepped.balance) for member, name, stepped, _ in members]
         # Forked from a server that has imported torch, and ended without tearing the interpreter down: gloo's threads
@@ -77,9 +76,10 @@ def verify_parallel(
         multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
         rank = partial(_rank, jobs=jobs, plan=dict(plan), base=base)
         mp.start_processes(rank, nprocs=RANKS, start_method="forkserver")
-        for number, (member, name, stepped, after) in enumerate(members):
-            cases.append(_judged(name, member, _found(base, number), stepped, after, Path(base) / f"saved-{number}"))
-    return cases
+        return [
+            _judged(name, member, _found(base, number), stepped, after, Path(base) / f"saved-{number}")
+            for number, (member, name, stepped, after) in enumerate(members)
+        ]
 
 
 def divisible(model_type: str, key: str) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _groups(mesh: tuple[int, int]) -> list[slice]:
     return [slice(rank, None, mesh[0]) for rank in range(mesh[0])]
 
 
-def _step(hf: Any, family: Any, groups: Sequence[slice], member: Path, rate: float | None = None) -> _Step:
+def _step(hf: Any, groups: Sequence[slice], rate: float | None = None) -> _Step:
     """Take one step with transformers' model, document by document, and return it; `hf` is changed.
 
     Without a `rate` the step changes no weight by more than `STEP`.
@@ -137,7 +137,7 @@ def _step(hf: Any, family: Any, groups: Sequence[slice], member: Path, rate: flo
     if rate is None:
         rate = STEP / max(float(p.grad.abs().max()) for p in hf.parameters() if p.grad is not None)
     with torch.no_grad():
-        gradients = verify.stored_gradients(copy.deepcopy(hf), family, [p.grad for p in hf.parameters()])
+        gradients = verify.stored_gradients(copy.deepcopy(hf), [p.grad for p in hf.parameters()])
         for p in hf.parameters():
             if p.grad is not None:
                 p.sub_(rate * p.grad)
@@ -217,7 +217,7 @@ def _judged(mesh: str, member: Path, found: Mapping[str, Any], stepped: _Step, a
         return verify.Case(config, problems=tuple(problems), mesh=mesh)
     exact = exact_reference(member)
     with Double():
-        right = _step(exact, family_of(config), _groups(MESHES[mesh]), member, stepped.rate)
+        right = _step(exact, _groups(MESHES[mesh]), stepped.rate)
         logits = _logits(exact)
     loss, loss_found = (abs(loss - right.loss) / abs(right.loss) for loss in (stepped.loss, found["loss"]))
     theirs, ours = (verify.gradient_errors(g, right.gradients) for g in (stepped.gradients, found["gradients"]))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ptf.errors import UserError, first_line, raise_if_custom_code
 from ptf.model import bridge, matrix_product
 from ptf.model.decoder import Decoder
-from ptf.model.families import MODULES, Family, family_of
+from ptf.model.families import MODULES, family_of
 from ptf.model.reference import exact_reference, quiet, random_reference, reference
 from ptf.model.rounding import FACTOR, Double, Margins
 from ptf.model.tensor_files import HEADS, TensorFiles
@@ -238,7 +238,8 @@ class Reference:
             (MEMBER_LEAST, MEMBER, MEMBER) if member else (LEAST, LOGITS, GRADIENTS)
         )
         self.errors_bf16: dict[str, float] = {}
-        family, exact_long, long = family_of(self.config), None, None
+        family_of(self.config)  # raises UserError for a checkpoint of no family
+        exact_long = long = None
         try:
             self.hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False).get_text_config()
             inputs = _Inputs(self.hf_config.vocab_size) if member else _Inputs.of(directory)
@@ -246,8 +247,8 @@ class Reference:
             for draw in range(DRAWS):
                 self.inputs, self.exact, rounded = inputs.drawn(draw), _Result(), _Result()  # frees those before
                 margins = Margins()
-                self.exact = _theirs(exact_reference(directory), family, self.inputs, exact_long, Double(), margins)
-                rounded = _theirs(reference(directory), family, self.inputs, long)
+                self.exact = _theirs(exact_reference(directory), self.inputs, exact_long, Double(), margins)
+                rounded = _theirs(reference(directory), self.inputs, long)
                 self.errors = self._errors(rounded)
                 exact_long, long = self.exact.long, rounded.long
                 if not (why := self._unclear(margins)):
@@ -260,7 +261,7 @@ class Reference:
             raise UserError(f"{directory}: transformers cannot load it: {first_line(error)}") from error
         if not member:
             with torch.no_grad():
-                rounded = _theirs(reference(directory, torch.bfloat16), family, self.inputs)
+                rounded = _theirs(reference(directory, torch.bfloat16), self.inputs)
             self.errors_bf16 = self._errors_bf16(rounded)
 
     def _errors(self, result: _Result) -> dict[str, float]:
@@ -374,7 +375,6 @@ class Reference:
 
 def _theirs(
     hf: Any,
-    family: Family,
     inputs: _Inputs,
     long: tuple[Tensor, Tensor] | None = None,
     *modes: AbstractContextManager[Any],
@@ -410,7 +410,7 @@ def _theirs(
                 arguments = {"input_ids": inputs.long[None], "use_cache": False, "logits_to_keep": inputs.kept}
                 long = _with_cosines(_layers(hf)[0], lambda: hf(**arguments).logits[0])
     if torch.is_grad_enabled():
-        gradients = stored_gradients(hf, family, [sums.get(p) for p in hf.parameters()])
+        gradients = stored_gradients(hf, [sums.get(p) for p in hf.parameters()])
     sums.clear()  # the parameters' hooks hold it, and it them
     loss = None if balance is None else float(balance.detach())
     return _Result(logits, long, gradients, loss, outputs)
@@ -442,7 +442,7 @@ def own_gradients(ours: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def stored_gradients(hf: Any, family: Family, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+def stored_gradients(hf: Any, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
     """Return the gradients of transformers' parameters under the names of a checkpoint. The parameters are lost."""
     for p, gradient in zip(hf.parameters(), gradients, strict=True):
         p.data, p.grad = torch.zeros_like(p) if gradient is None else gradient, None
@@ -450,7 +450,7 @@ def stored_gradients(hf: Any, family: Family, gradients: Sequence[Tensor | None]
         buffer.zero_()  # some are saved with the parameters, and have no gradient
     with tempfile.TemporaryDirectory() as directory:
         hf.save_pretrained(directory)
-        with TensorFiles(Path(directory), family.aliases) as files:
+        with TensorFiles(Path(directory), family_of(hf.config.to_dict()).aliases) as files:
             return {n: files[n] for n in files.names}
 
 

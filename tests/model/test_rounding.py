@@ -130,7 +130,7 @@ class Stepped:
         self.member, self.base = base / "member", base
         self.after = random_reference(self.family.random_config(random.Random("ranks")), 0)
         self.after.save_pretrained(self.member)
-        self.stepped = _step(self.after, self.family, _groups(MESHES["FSDP"]), self.member)
+        self.stepped = _step(self.after, _groups(MESHES["FSDP"]))
 
     def judged(
         self,
