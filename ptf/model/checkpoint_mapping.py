@@ -16,10 +16,6 @@ Slices = tuple[slice, ...]
 Read = Callable[[str, Slices], Tensor]  # a slice of the tensor of that name in a checkpoint
 
 
-def _in_layer(name: str, layer: int) -> str:
-    return name.replace("{i}", str(layer))
-
-
 @dataclass(frozen=True, slots=True)
 class Rename:
     """One tensor under two names."""
@@ -38,7 +34,7 @@ class Rename:
 
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
-        return replace(self, name=_in_layer(self.name, layer), other=_in_layer(self.other, layer))
+        return replace(self, name=self.name.replace("{i}", str(layer)), other=self.other.replace("{i}", str(layer)))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors, given the shape of ours."""
@@ -150,8 +146,8 @@ class Joined:
 
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
-        names = tuple(_in_layer(name, layer) for name in self.names)
-        return replace(self, names=names, other=_in_layer(self.other, layer))
+        names = tuple(name.replace("{i}", str(layer)) for name in self.names)
+        return replace(self, names=names, other=self.other.replace("{i}", str(layer)))
 
 
 @dataclass(frozen=True, slots=True)

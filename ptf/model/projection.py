@@ -267,12 +267,11 @@ class Projection:
         self._add_after(block)
 
     def _add_after(self, block: slice) -> None:
-        """Add the contribution of a chunk after its last block."""
-        if block.stop == self.chunk.stop:
-            self._add(self.chunk, self.narrow[: self.chunk.stop - self.chunk.start])
-
-    def _add(self, chunk: slice, grad: Tensor) -> None:
-        """Add a chunk's contribution, of the gradient with respect to the output of the matrix product."""
+        """Add the contribution of a chunk, of the gradient with respect to the output of the matrix product, after its
+        last block."""
+        if block.stop != self.chunk.stop:
+            return
+        chunk, grad = self.chunk, self.narrow[: self.chunk.stop - self.chunk.start]
         if self.dx is not None:
             multiply(grad, self.head.weight, self.dx[chunk])
         if self.dweight is None:
