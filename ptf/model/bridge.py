@@ -37,7 +37,7 @@ from ptf.model.components import (
 )
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
-from ptf.model.families import MODULES, Family, family_of
+from ptf.model.families import MODULES, family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, initial_value, keyed, merged_weights, raise_if_unmatched_targets, whole
 from ptf.model.quantised_weights import FORMS, QuantisedWeight, quantised_weights, weight_shapes
@@ -114,10 +114,12 @@ def unties(directory: Path) -> bool:
     return read_config(directory) != json.loads((directory / "config.json").read_text())
 
 
-def _decoder_config(family: Family, hf: Mapping[str, Any], directory: Path) -> DecoderConfig:
-    """Map a config.json by its family; raise UserError for a required setting that is missing."""
+def decoder_config(directory: Path) -> DecoderConfig:
+    """Return the sizes of ptf's model of a directory, mapped from its config.json. Raise UserError for a required
+    setting that is missing."""
+    hf = read_config(directory)
     try:
-        return family.config(hf)
+        return family_of(hf).config(hf)
     except KeyError as error:  # a setting without a default
         if error.args[0] in hf:
             raise
@@ -169,8 +171,7 @@ def build(
             f"model.path: {directory} is quantised ({method}), which ptf cannot train; "
             f"use the checkpoint it was made from{copy if method == 'fp8' else ''}"
         )
-    config = _decoder_config(family, hf, directory)
-    config = replace(config, head=head or ("scalar" if is_scalar(hf) else "lm"))
+    config = replace(decoder_config(directory), head=head or ("scalar" if is_scalar(hf) else "lm"))
     if factory is not None:
         raise_if_unmatched(config, factory)
     with torch.device("meta"):
@@ -186,12 +187,6 @@ def build(
         )
     model.family = family
     return model
-
-
-def decoder_config(directory: Path) -> DecoderConfig:
-    """Return the sizes of ptf's model of a directory."""
-    hf = read_config(directory)
-    return _decoder_config(family_of(hf), hf, directory)
 
 
 def materialize(model: Decoder, device: torch.device) -> None:

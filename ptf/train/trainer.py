@@ -50,10 +50,11 @@ def raise_if_unfit(directory: Path, spec: ModelConfig, head: Literal["lm", "scal
     alone; return the model without memory."""
     model = built(directory, spec, head)
     if spec.init == "pretrained":
-        with Headers(directory, None if spec.backend == "hf" else model.family.aliases) as files:
-            if spec.backend == "hf":
+        if spec.backend == "hf":
+            with Headers(directory) as files:
                 hf_backend.fill_from_files(cast("Any", model.to("meta")), files)
-            else:
+        else:
+            with Headers(directory, model.family.aliases) as files:
                 bridge.stored_mappings(model, files)
     return model
 
