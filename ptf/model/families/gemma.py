@@ -108,20 +108,12 @@ def random_multimodal_config(r: random.Random) -> dict[str, Any]:
 
 
 GEMMA2_DEFAULTS = {  # the reference's, where a config.json has none
+    **DEFAULTS,
     "vocab_size": 256_000,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
     "max_position_embeddings": 8192,
     "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
-    "tie_word_embeddings": True,
 }
 
 
