@@ -81,21 +81,16 @@ def test_the_masks_of_a_gpu_see_what_a_cpu_sees(model_type: str, monkeypatch: py
     """FlexAttention, not compiled (torch has no backward for it on a CPU), in layers with and without window,
     with and without sinks."""
     monkeypatch.setattr(attention, "_compiled_flex", lambda: attention._flex)
-    model = model_of(model_type)
     batch = packed([[10, 20, 18], [30, 1]], WIDTH)
-    tokens = batch.tokens % model.config.vocab
-    with torch.no_grad():
-        both = [
-            model(
-                tokens,
-                batch.positions,
-                batch.segments,
-                lambda x, head: head.logits(x),
-                kind(batch.segments, batch.positions),
-            )
-            for kind in (PerDocument, Flex)
-        ]
-    assert (both[0] - both[1])[batch.segments >= 0].abs().max() <= 1e-5 * both[0].abs().max()
+    raise_if_masks_differ(model_of(model_type), batch.tokens, batch.positions, batch.segments)
+
+
+@torch.no_grad()
+def raise_if_masks_differ(model: Any, tokens: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor) -> None:
+    """Compare the logits with both ways of attention."""
+    inputs = tokens % model.config.vocab, positions, segments, lambda x, head: head.logits(x)
+    one, other = (model(*inputs, kind(segments, positions)) for kind in (PerDocument, Flex))
+    assert (one - other)[segments >= 0].abs().max() <= 1e-5 * one.abs().max()
 
 
 @given(st.integers(1, 1 << 20))

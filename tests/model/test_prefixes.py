@@ -10,11 +10,10 @@ from ptf.data.packing import pack_all
 from ptf.data.prefixes import pack_shared, prefix_groups
 from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention
-from ptf.model.attention import Flex, PerDocument
 from ptf.model.chunked import cross_entropy, token_logprobs
 from ptf.model.families import MODULES
 from tests.model.leakage import WRAPPERS
-from tests.model.test_attention import model_of
+from tests.model.test_attention import model_of, raise_if_masks_differ
 
 SEQ_LEN = 96
 SHARING = [m for m in MODULES if m not in WRAPPERS and model_of(m).supports_shared_prefixes]
@@ -134,18 +133,7 @@ def test_the_masks_of_a_gpu_see_the_same_beginnings(model_type: str, monkeypatch
         "two families in a sequence: the masks must tell them apart"
     )
     batch = Batch.of(sequences, SEQ_LEN)
-    with torch.no_grad():
-        both = [
-            model(
-                batch.tokens,
-                batch.positions,
-                batch.segments,
-                lambda x, head: head.logits(x),
-                kind(batch.segments, batch.positions),
-            )
-            for kind in (PerDocument, Flex)
-        ]
-    assert (both[0] - both[1])[batch.segments >= 0].abs().max() <= 1e-5 * both[0].abs().max()
+    raise_if_masks_differ(model, batch.tokens, batch.positions, batch.segments)
 
 
 def test_a_document_that_goes_on_does_not_see_what_its_first_goes_on_with():
