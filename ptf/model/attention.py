@@ -311,6 +311,6 @@ class Flex:
         return self.packed_delta()(layer, qkv, decay, beta)[0]
 
 
-def inside_documents(segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> PerDocument | Flex:
+def inside_documents(segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> Attend:
     """Return the attention of a batch: FlexAttention on CUDA, dense batches of documents elsewhere."""
     return Flex(segments, positions) if segments.is_cuda else PerDocument(segments, positions)
