@@ -203,5 +203,7 @@ def _of_unknown_layers(model: Decoder) -> Flops:
         if isinstance(m, nn.Linear) and id(m) not in of_head:
             body.matrix(m, "weight", trains)
     head.chain(model.head, trains)
-    of_pairs = {None: 2 * len(c.layers) * c.heads * (c.head_dim + c.value_dim) * (3 if trains else 1)}
+    of_pairs: dict[int | None, float] = {
+        None: 2 * len(c.layers) * c.heads * (c.head_dim + c.value_dim) * (3 if trains else 1)
+    }
     return Flops(body.tokens, of_pairs, head.tokens)

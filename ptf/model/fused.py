@@ -114,7 +114,7 @@ def use(model: Decoder, packages: Mapping[str, str]) -> None:
             if isinstance(module, GatedDeltaNet):
                 module.rule = fla_rule  # type: ignore[method-assign]
     if (package := flash_of(packages)) and obstacle(model.config, package) is None:
-        model.attention = Flash4 if package == "flash_attn_4" else Flash
+        model.attention = Flash4 if package == "flash_attn_4" else Flash  # type: ignore[assignment]
 
 
 def flash_of(packages: Mapping[str, str]) -> str | None:

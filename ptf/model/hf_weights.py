@@ -137,9 +137,11 @@ def _assigned(
             ours, pattern = rename_source_key(name, [], [], prefix, known)
         if ours not in targets:
             unexpected.append(ours)
-        elif pattern is None and ours not in carried:
+        elif ours in carried:
+            continue
+        elif pattern is None:
             renamed.setdefault(ours, name)
-        elif ours not in carried:
+        else:
             groups.setdefault(ours, (deepcopy(by_pattern[pattern]), []))[1].append((name, pattern))
     hf._weight_conversions = [one for one in conversions if one.was_used()]
     return renamed, groups, unexpected

@@ -96,7 +96,7 @@ def text_part(c: Mapping[str, Any], tied: bool = False) -> dict[str, Any]:
     return {**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", tied))}
 
 
-def biases(c: Mapping[str, Any], default: bool = False) -> dict[str, bool]:
+def biases(c: Mapping[str, Any], default: bool = False) -> dict[str, Any]:
     """Return the fields of DecoderConfig that `attention_bias` sets; `default` is what it is where it is left out."""
     return dict.fromkeys(("qkv_bias", "out_bias"), c.get("attention_bias", default))
 
