@@ -16,9 +16,9 @@ from ptf.cli import main
 from ptf.config.sections.model import ModelConfig
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
-from ptf.episode_preview import policies, scripts, terminal
-from ptf.episode_preview.clock import EpisodeTimes, start_seconds, turns_of
-from ptf.episode_preview.repeats import differences
+from ptf.episode_preview import policies, terminal
+from ptf.episode_preview.player import EpisodeTimes
+from ptf.episode_preview.preview_job import differences, start_seconds, turns_of
 from ptf.episode_preview.report import Piece, Preview, PreviewEpisode
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling, StreamingEngine, generate_all
@@ -256,25 +256,25 @@ def test_the_last_user_message_is_found_in_what_real_templates_write(shared: Pat
     files = sorted((shared / "templates").glob("*.jinja"))
     for file in files:
         tokenizer.set_template(file.read_text(), {})
-        echo = scripts.echo(tokenizer)
+        echo = policies.echo(tokenizer)
         for turns in (said, said[:1]):
             text = tokenizer.render_text([{"role": role, "content": content} for role, content in turns], True)
             assert echo(0, 0, text) == turns[-1][1], file.name
     assert len(files) > 5
     tokenizer.set_template("{% for m in messages %}{{ m.content | upper }}{% endfor %}", {})
-    assert scripts.echo(tokenizer)(0, 0, "A CONTEXT") == "A CONTEXT"
+    assert policies.echo(tokenizer)(0, 0, "A CONTEXT") == "A CONTEXT"
 
 
 def test_lines_of_a_file_are_the_answers_of_episodes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text('7\n["8"]\n')
     (tmp_path / "a.jsonl").write_text('"7"\n["8", "9"]\n')
     calls = [(episode, call) for episode in range(3) for call in range(3)]
-    plain, by_turn = (scripts.of_file(str(tmp_path / name)) for name in ("a.txt", "a.jsonl"))
+    plain, by_turn = (policies.of_file(str(tmp_path / name)) for name in ("a.txt", "a.jsonl"))
     assert [plain(*place, "") for place in calls] == [*["7"] * 3, *['["8"]'] * 3, *["7"] * 3]
     assert [by_turn(*place, "") for place in calls] == [*["7"] * 3, "8", "9", "8", *["7"] * 3]
     (tmp_path / "none.txt").write_text("")
     with pytest.raises(UserError, match="no line"):
-        scripts.of_file(str(tmp_path / "none.txt"))
+        policies.of_file(str(tmp_path / "none.txt"))
 
 
 def test_times_of_turns_add_up_to_the_episode() -> None:
@@ -317,12 +317,11 @@ def test_the_first_difference_of_two_plays_is_named() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_the_policy_said_is_marked_in_colour_or_by_brackets(tmp_path: Path, is_terminal: bool) -> None:
+def test_what_the_policy_said_is_marked_in_colour_or_by_brackets(is_terminal: bool) -> None:
     said = (Piece("2+3=", False), Piece("5", True))
     prompt = Prompt(np.array([1], np.int32), {}, "sums", 0)
     episode = PreviewEpisode(prompt, None, "the \x1b[2J reward failed", True, 1.0, 0.5, (), (said,), {})
-    job = ptf.load(config(tmp_path, reward={"use": "ptf.rl.rewards:exact"}))
-    preview = Preview(job, "itself", (episode,), 1.0, 0.0, (), (), {}, ())
+    preview = Preview("itself", (episode,), 1.0, 0.0, (), (), {}, ())
     out = io.StringIO()
     terminal.show(
         preview,

@@ -1,23 +1,26 @@
-"""The policy of a preview: the model that the job begins with, another model, or a script."""
+"""The policy of a preview: the model that the job begins with, another model, or a script, which answers nothing, the
+last user message, or the lines of a file."""
 
+import itertools
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptf import storage
 from ptf.config import Job, load, resolve
 from ptf.data.added import add, tokenizer_of
 from ptf.data.tokenizer import Tokenizer
-from ptf.episode_preview import scripts
-from ptf.episode_preview.scripts import Script
 from ptf.errors import UserError
 from ptf.model import bridge, hub
 from ptf.run import datasets_at_commits, prepared_directory, published_models, unpublished
 from ptf.storage.hub import at_revision
 from ptf.train.job_tokenizer import rendered
 
-ECHO, EMPTY = "echo", "empty"
-SCRIPTS: dict[str, str] = {ECHO: "it repeats the last user message", EMPTY: "it answers nothing"}
+Script = Callable[[int, int, str], str]  # (number of the episode, number of the call, text of the context) → response
+MARKS = ("zqxj", "jxqz", "qjzx")  # the contents of the probes: letters that no template writes
+ANSWERS = {"echo": "it repeats the last user message", "empty": "it answers nothing"}
 
 
 @dataclass(frozen=True)
@@ -37,23 +40,18 @@ def policy_of(job: Job, named: str | None) -> PreviewPolicy:
     URI or a Hugging Face id. `data.prepare` runs if its output does not exist.
     """
     if named in SCRIPTS:
-        return PreviewPolicy(_with_paths(job), f"{named}: {SCRIPTS[named]}", script_of(named))
+        return PreviewPolicy(_with_paths(job), f"{named}: {ANSWERS[named]}", SCRIPTS[named])
     if named is not None and os.path.isfile(named) and not named.endswith((".yaml", ".yml")):
-        script = scripts.of_file(named)
+        script = of_file(named)
         return PreviewPolicy(_with_paths(job), f"the responses of {named}", lambda _: script)
     if named is not None:
         other = _with_model(job, named)
         return PreviewPolicy(other, f"the model {other.model.path}")
     job = _with_paths(job)
     if reason := _why_not_own(job):
-        return PreviewPolicy(job, f"echo, because {reason}: {SCRIPTS[ECHO]}", script_of(ECHO))
+        return PreviewPolicy(job, f"echo, because {reason}: {ANSWERS['echo']}", echo)
     drawn = " with random weights" if job.model.init == "random" else ""
     return PreviewPolicy(job, f"the job's own model {job.model.path}{drawn}")
-
-
-def script_of(name: str) -> Callable[[Tokenizer], Script]:
-    """Return what makes the script of this name from a tokenizer."""
-    return scripts.echo if name == ECHO else lambda _: scripts.empty
 
 
 def _with_paths(job: Job) -> Job:
@@ -70,8 +68,7 @@ def _with_model(job: Job, named: str) -> Job:
         named = str(Path(named) / "model")
     elif not os.path.exists(named) and "://" not in named and not (_is_hub_id(named) and "/" in named):
         raise UserError(f"--policy: there is no file and no model {named}; without either: {', '.join(SCRIPTS)}")
-    whole = {"backend": "ptf", "init": "pretrained", "tokenizer": None}
-    whole |= {"tokens": None, "lora": None, "trainable": None}
+    whole = {"backend": "ptf", "init": "pretrained", **dict.fromkeys(("tokenizer", "tokens", "lora", "trainable"))}
     return _with_paths(job.model_copy(update={"model": job.model.model_copy(update={"path": named, **whole})}))
 
 
@@ -116,3 +113,77 @@ def tokenizer_without_model(job: Job) -> Tokenizer:
             path = str(bridge.local_directory(path, verify_up_to=None))
         tokenizer = tokenizer_of(path, job.model.tokens)
     return rendered(job, tokenizer, None)
+
+
+def empty(_tokenizer: Tokenizer) -> Script:
+    """Return the script that answers nothing."""
+    return lambda _episode, _call, _context: ""
+
+
+def echo(tokenizer: Tokenizer) -> Script:
+    """Return the script that repeats the last user message; of a context without one, the whole context."""
+    opening, closing = user_markers(tokenizer)
+
+    def repeat(_episode: int, _call: int, context: str) -> str:
+        if not opening or opening not in context:
+            return context
+        return context.rpartition(opening)[2].partition(closing)[0] if closing else context.rpartition(opening)[2]
+
+    return repeat
+
+
+def user_markers(tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return what the chat template writes before and after a user message; empty without a chat template."""
+    if not tokenizer.hf.chat_template:
+        return "", ""
+    first, second, third = MARKS
+    roles = zip(("user", "assistant", "user"), MARKS, strict=True)
+    text = tokenizer.render_text([{"role": role, "content": mark} for role, mark in roles], True)
+    if any(text.count(mark) != 1 for mark in MARKS):
+        return "", ""  # the template does not write the messages as they are
+    before, rest = text.split(first)
+    after_first, rest = rest.split(second)
+    before_third, after_third = rest.split(third)
+    return _common_start(before[::-1], before_third[::-1])[::-1], _common_start(after_first, after_third)
+
+
+def _common_start(one: str, other: str) -> str:
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(letter for letter, _ in same)
+
+
+def of_file(path: str) -> Script:
+    """Return the script of a file: a line is the responses of one episode, and the lines are repeated.
+
+    A line is one response, which is given in every turn. In a file `.jsonl` a line is JSON: such a response as a
+    string, or a list of strings, the responses by turn, repeated. Raises UserError for a file that is not so.
+    """
+    try:
+        lines = storage.read_text(path).splitlines()
+    except (storage.Missing, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--policy: {path} cannot be read: {error}") from None
+    if not lines:
+        raise UserError(f"--policy: {path} has no line, and so no response")
+    is_json = path.endswith(".jsonl")
+    answers = [_answers(line, f"{path}:{n}") if is_json else [line] for n, line in enumerate(lines, 1)]
+
+    def recite(episode: int, call: int, _context: str) -> str:
+        turns = answers[episode % len(answers)]
+        return turns[call % len(turns)]
+
+    return recite
+
+
+def _answers(line: str, where: str) -> list[str]:
+    """Return the responses of one line of JSON."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"--policy: {where} is not JSON: {error}") from None
+    answers = [value] if isinstance(value, str) else value
+    if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise UserError(f"--policy: {where} is neither a string nor a list of strings, the responses by turn")
+    return answers
+
+
+SCRIPTS = {"echo": echo, "empty": empty}

@@ -17,12 +17,10 @@ from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined
 from ptf.config import Job, Plugin
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import NoResult, Reward, Trajectory, documents_of
-from ptf.episode_preview.clock import start_seconds, turns_of
-from ptf.episode_preview.player import Played, Player
-from ptf.episode_preview.policies import ECHO, EMPTY, PreviewPolicy, policy_of, script_of, tokenizer_without_model
-from ptf.episode_preview.repeats import differences
-from ptf.episode_preview.report import Piece, Preview, PreviewEpisode, Probe
+from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory, documents_of
+from ptf.episode_preview.player import EpisodeTimes, Played, Player
+from ptf.episode_preview.policies import SCRIPTS, PreviewPolicy, policy_of, tokenizer_without_model
+from ptf.episode_preview.report import Piece, Preview, PreviewEpisode, Probe, Turn
 from ptf.errors import UserError
 from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.scripted import ScriptedEngine
@@ -33,6 +31,7 @@ from ptf.train.model_source import StartingModel
 from ptf.workspace import progress, scratch
 
 MOST_PROBED = 8  # episodes that each scripted probe plays
+PROBED = {"empty": "an empty response", "echo": "a response that repeats the last user message"}
 
 
 def preview_job(job: Job, episodes: int, policy: str | None) -> Preview:
@@ -52,7 +51,7 @@ def preview_job(job: Job, episodes: int, policy: str | None) -> Preview:
         rewards = training_rewards(chosen.job)
         try:
             with progress.stage("try"):
-                return _tried(chosen, Player(chosen.job, sampler, rewards), episodes, policy)
+                return _tried(chosen, Player(chosen.job, sampler, rewards), episodes)
         finally:
             if rewards is not None:
                 rewards.close()
@@ -66,8 +65,8 @@ def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
     if chosen.script is None:
         starting = StartingModel.of_job(job, place)
         trie = trie_of(job.rollout, starting.load_tokenizer())
-        arguments = (job, starting.with_weights().directory, starting.tokenizer_path, place, trie)
-        spec = sampler_spec(*arguments, engine="native", length=job.data.seq_len)
+        model, tokenizer = starting.with_weights().directory, starting.tokenizer_path
+        spec = sampler_spec(job, model, tokenizer, place, trie, engine="native", length=job.data.seq_len)
         threads = job.compute.threads or default_threads(1)
         with joined(job.compute.device, job.compute.timeout_s, threads=threads) as world:
             yield Sampler(world, spec.settings)
@@ -84,8 +83,10 @@ def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
         precision="fp32",
         max_length=job.data.seq_len,
     )
-    settings = SamplerSettings(engine=engine, tokenizer=directory, rollout=job.rollout, timeout_s=job.compute.timeout_s)
-    yield Sampler(World(), settings)
+    yield Sampler(
+        World(),
+        SamplerSettings(engine=engine, tokenizer=directory, rollout=job.rollout, timeout_s=job.compute.timeout_s),
+    )
 
 
 def silent_engine(directory: str, **_: object) -> ScriptedEngine:
@@ -93,53 +94,81 @@ def silent_engine(directory: str, **_: object) -> ScriptedEngine:
     return ScriptedEngine(Tokenizer.load(directory), lambda seed, context: "")
 
 
-def _tried(chosen: PreviewPolicy, player: Player, episodes: int, policy: str | None) -> Preview:
+def _tried(chosen: PreviewPolicy, player: Player, episodes: int) -> Preview:
     """Play the probes, and the episodes twice; return what was found."""
     tokenizer = player.sampler.tokenizer
     stream = training_prompts(chosen.job, tokenizer)
     prompts = [next(stream) for _ in range(-(-episodes // player.per_prompt))]
     probed = min(episodes, max(MOST_PROBED, player.per_prompt))
-    probes = []
-    for name in (EMPTY, ECHO):
-        played = player.play(script_of(name)(tokenizer), prompts, probed, f"the responses {name}")
-        probes.append(_probe(name, played))
+    probes = [_probe(name, player, prompts, probed) for name in PROBED]
     player.take_retries()
     script = chosen.script and chosen.script(tokenizer)
     first = player.play(script, prompts, episodes, "the first play")
     retries = player.take_retries()
     second = player.play(script, prompts, episodes, "the second play")
-    different = differences(first.trajectories, second.trajectories)
-    tried = [_episode(t, first, i, tokenizer) for i, t in enumerate(first.trajectories)]
-    counts = _counts(first.trajectories) | retries
-    warnings = [] if chosen.job.rollout and chosen.job.rollout.constrained_decoding else _rewarded(probes)
+    constrained = chosen.job.rollout and chosen.job.rollout.constrained_decoding
     return Preview(
-        job=chosen.job,
         policy=chosen.line,
-        episodes=tried,
+        episodes=[_episode(t, first, i, tokenizer) for i, t in enumerate(first.trajectories)],
         seconds=first.seconds,
         scoring_seconds=first.scoring_seconds,
-        differences=different,
+        differences=differences(first.trajectories, second.trajectories),
         probes=probes,
-        counts=counts,
-        warnings=warnings,
+        counts=_counts(first.trajectories) | retries,
+        warnings=[] if constrained else _rewarded(probes),
     )
 
 
-def _probe(name: str, played: Played) -> Probe:
-    outcomes = [t.outcome for t in played.trajectories]
+def _probe(name: str, player: Player, prompts: Sequence[Prompt], episodes: int) -> Probe:
+    """Play a scripted policy; return the rewards of its responses."""
+    script = SCRIPTS[name](player.sampler.tokenizer)
+    outcomes = [t.outcome for t in player.play(script, prompts, episodes, f"the responses {name}").trajectories]
     rewards = [outcome.value for outcome in outcomes if isinstance(outcome, Reward)]
     return Probe(name, rewards, sum(isinstance(outcome, NoResult) for outcome in outcomes))
 
 
 def _rewarded(probes: Sequence[Probe]) -> list[str]:
     """Return a warning for each probe with a reward above 0."""
-    words = {EMPTY: "an empty response", ECHO: "a response that repeats the last user message"}
     return [
-        f"{words[probe.name]} gets a reward above 0, which the policy may exploit: {len(probe.above_zero)} of "
+        f"{PROBED[probe.name]} gets a reward above 0, which the policy may exploit: {len(probe.above_zero)} of "
         f"{len(probe.rewards) + probe.without_result} episodes, up to {max(probe.above_zero):g}"
         for probe in probes
         if probe.above_zero
     ]
+
+
+def differences(first: Sequence[Trajectory], second: Sequence[Trajectory]) -> list[str]:
+    """Return a line for each episode of which two plays differ: the first thing that is different.
+
+    An episode that has no result in either play is not trained on, and is not compared.
+    """
+    found = []
+    for number, (a, b) in enumerate(zip(first, second, strict=True)):
+        if isinstance(a.outcome, NoResult) and isinstance(b.outcome, NoResult):
+            continue
+        if (what := difference(a, b)) is not None:
+            found.append(f"episode {number} ({a.prompt.source}, prompt {a.prompt.index}): {what}")
+    return found
+
+
+def difference(a: Trajectory, b: Trajectory) -> str | None:
+    """Return the first difference between two plays of an episode, in words; None if they are the same."""
+    for number, (one, other) in enumerate(zip(a.generations, b.generations, strict=False), 1):
+        if not np.array_equal(one.context, other.context):
+            return f"what the policy reads at call {number}"
+        if not np.array_equal(one.sampled_ids, other.sampled_ids):
+            return f"what the policy answers to the same text and seed, at call {number}"
+    if len(a.generations) != len(b.generations):
+        return f"the number of calls, {len(a.generations)} and {len(b.generations)}"
+    if _outcome(a) != _outcome(b):
+        return f"the reward, {_outcome(a)} and {_outcome(b)}"
+    return None if a.text == b.text else "the text that is scored"
+
+
+def _outcome(t: Trajectory) -> str:
+    if isinstance(t.outcome, Reward):
+        return f"{t.outcome.value!r}"
+    return "none" if t.outcome is None else f"no result ({t.outcome.reason})"
 
 
 def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -170,6 +199,21 @@ def _episode(t: Trajectory, played: Played, number: int, tokenizer: Tokenizer) -
         documents=[_pieces(d.tokens, d.positions, tokenizer) for d in documents_of(t.generations)],
         counts=dict(t.counts),
     )
+
+
+def start_seconds(times: EpisodeTimes) -> float:
+    """Return the seconds until the policy was asked first; of an episode that never asked, all of its seconds."""
+    return min(times.asked.values(), default=times.ended) - times.began
+
+
+def turns_of(times: EpisodeTimes) -> tuple[Turn, ...]:
+    """Return the turns of an episode that has ended, in the order in which the policy was asked."""
+    calls = sorted((moment, call) for call, moment in times.asked.items())
+    turns = []
+    for (asked, call), (end, _) in itertools.pairwise([*calls, (times.ended, -1)]):
+        answered = times.answered.get(call, end)
+        turns.append(Turn(answered - asked, max(0.0, end - answered)))  # calls may overlap
+    return tuple(turns)
 
 
 def _pieces(tokens: np.ndarray, positions: np.ndarray, tokenizer: Tokenizer) -> list[Piece]:

@@ -6,9 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from ptf.config import Job
 from ptf.data.trajectory import Prompt
-from ptf.episode_preview.clock import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds of one response of the policy, and of what follows it until the policy is asked again or the episode
+    ends."""
+
+    policy_seconds: float
+    other_seconds: float  # of the environment, the rollout function or the harness
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the whole turn."""
+        return self.policy_seconds + self.other_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +45,6 @@ class PreviewEpisode:
     documents: Sequence[Sequence[Piece]]  # the texts of its training samples
     counts: Mapping[str, float]
 
-    @property
-    def where(self) -> str:
-        """Return the source and the index of its prompt."""
-        return f"{self.prompt.source}, prompt {self.prompt.index}"
-
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -57,7 +64,6 @@ class Probe:
 class Preview:
     """The episodes of a preview, and what was found."""
 
-    job: Job
     policy: str  # in words
     episodes: Sequence[PreviewEpisode]
     seconds: float  # of play, all episodes together, without the start of worker processes
@@ -81,7 +87,11 @@ class Preview:
     @property
     def no_result(self) -> list[str]:
         """Return where and why episodes have no result."""
-        return [f"{episode.where}: {episode.reason}" for episode in self.episodes if episode.reason is not None]
+        return [
+            f"{episode.prompt.source}, prompt {episode.prompt.index}: {episode.reason}"
+            for episode in self.episodes
+            if episode.reason is not None
+        ]
 
     @property
     def has_result(self) -> bool:

@@ -48,11 +48,11 @@ def _conversation(number: int, episode: PreviewEpisode, console: Console) -> Non
 
 def _title(number: int, episode: PreviewEpisode) -> str:
     """Return the heading of an episode: its prompt, outcome, turns and time."""
-    outcome = "not scored" if episode.reward is None else f"reward {episode.reward:g}"
-    parts = [f"episode {number}: {episode.where}", outcome if episode.reason is None else "no result"]
+    prompt, outcome = episode.prompt, "not scored" if episode.reward is None else f"reward {episode.reward:g}"
+    outcome = outcome if episode.reason is None else "no result"
     turns = "1 turn" if len(episode.turns) == 1 else f"{len(episode.turns)} turns"
-    parts.append(f"{turns} in {episode.seconds:.3g} s")
-    return ", ".join([*parts, *([] if episode.complete or episode.reason else ["truncated at a limit"])])
+    title = f"episode {number}: {prompt.source}, prompt {prompt.index}, {outcome}, {turns} in {episode.seconds:.3g} s"
+    return title if episode.complete or episode.reason else f"{title}, truncated at a limit"
 
 
 def _times(preview: Preview) -> Table:
@@ -99,15 +99,15 @@ def _count_lines(preview: Preview) -> list[str]:
 def _problem_lines(preview: Preview) -> list[str]:
     """Return lines about episodes without a result, responses that should get no reward, and what does not repeat."""
     lines = [f"warning: {line}" for line in preview.warnings]
-    if preview.no_result:
-        lines.append(f"{len(preview.no_result)} of {len(preview.episodes)} episodes have no result:")
-        lines += _first(preview.no_result)
-    if preview.differences:
-        lines.append("played again with the same seeds, these differ, so a resumed run does not repeat to the bit:")
-        lines += _first(preview.differences)
+    listed = {
+        f"{len(preview.no_result)} of {len(preview.episodes)} episodes have no result:": preview.no_result,
+        "played again with the same seeds, these differ, so a resumed run does not repeat to the bit:": (
+            preview.differences
+        ),
+    }
+    for title, found in listed.items():
+        if found:
+            lines += [title, *(f"  {line}" for line in found[:MOST_LISTED])]
+        if len(found) > MOST_LISTED:
+            lines.append(f"  and {len(found) - MOST_LISTED} more")
     return lines
-
-
-def _first(lines: Sequence[str]) -> list[str]:
-    more = [f"  and {len(lines) - MOST_LISTED} more"] if len(lines) > MOST_LISTED else []
-    return [f"  {line}" for line in lines[:MOST_LISTED]] + more
