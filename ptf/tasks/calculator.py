@@ -5,14 +5,13 @@ The calculator adds a third digit, which is random in every episode, and returns
 agent cannot know the right answer without the tool.
 """
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptf.rl.environments.protocol import Message, StepResult
-from ptf.tasks.tiny import write_model
+from ptf.tasks.tiny import write_model, write_rows
 from ptf.tasks.tool_calculator import sums, write_sums
 
 
@@ -49,14 +48,13 @@ def prepare(directory: str) -> None:
     calculator, for SFT) and `model/`."""
     root = Path(directory)
     write_sums(root)
-
-    def messages(s, d):
-        return [("user", s), ("assistant", s), ("tool", d), ("assistant", d)]
-
     calls = [
-        [{"role": role, "content": text} for role, text in messages(f"{a}+{b}", str(d))]
+        [("user", f"{a}+{b}"), ("assistant", f"{a}+{b}"), ("tool", f"{d}"), ("assistant", f"{d}")]
         for a, b in sums()[:80]
         for d in range(10)
     ]
-    (root / "calls.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in calls))
+    write_rows(
+        root / "calls.jsonl",
+        [{"messages": [{"role": role, "content": text} for role, text in call]} for call in calls],
+    )
     write_model(root / "model", "0123456789+", dim=64, layers=2)

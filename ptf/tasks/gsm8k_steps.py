@@ -8,16 +8,13 @@ neither among the steps of the training problems nor among the generated ones.
 import ast
 import json
 import operator
-import os
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-from ptf.errors import UserError
-from ptf.tasks.tiny import Question, write_task
+from ptf.tasks.tiny import Question, public_file, write_task
 
 STEP = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 NUMBER = re.compile(r"\d+\.\d+|\.\d+|\d+")
@@ -45,14 +42,15 @@ def prepare(
     dev has `held_out` expressions of the training problems; test has all expressions of the test problems that are in
     no training problem. `generated` expressions are generated and added to the data for SFT.
     """
-    root = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / "gsm8k"
-    known = steps(root / "train.jsonl")
+    known = steps(public_file(data, "gsm8k/train.jsonl"))
     rng = random.Random(f"gsm8k_steps/{seed}")
     expressions = list(dict.fromkeys(question for question, _ in known))
     dev_expressions = set(rng.sample(expressions, held_out))
     train = [step for step in known if step[0] not in dev_expressions]
     dev = [step for step in _once(known) if step[0] in dev_expressions]
-    test = [step for step in _once(steps(root / "test_first819.jsonl")) if step[0] not in set(expressions)]
+    test = [
+        step for step in _once(steps(public_file(data, "gsm8k/test_first819.jsonl"))) if step[0] not in set(expressions)
+    ]
     extra = generate(expressions, generated, rng, avoid={*expressions, *(question for question, _ in test)})
     print(
         f"gsm8k_steps: {len(known)} distinct steps ({len(expressions)} distinct expressions) "
@@ -70,10 +68,6 @@ def steps(path: Path) -> list[Question]:
 
     Two steps are equal if the text between << and >> is equal.
     """
-    if not path.exists():
-        raise UserError(
-            f"there is no {path}; set PTF_DATA (or the argument `data`) to a directory that has gsm8k/{path.name}"
-        )
     with path.open() as lines:
         found = [step for line in lines for step in STEP.findall(json.loads(line)["answer"])]
     return [(f"{expression}=", answer) for expression, answer in dict.fromkeys(found)]
@@ -131,13 +125,3 @@ def _value(node: ast.expr) -> Fraction:
         return OPERATORS[type(node.op)](_value(node.operand))
     assert isinstance(node, ast.Constant)
     return Fraction(str(node.value))
-
-
-def numeric(row: Mapping[str, Any], text: str) -> float:
-    """Return the reward: 1 if the text is the reference answer, otherwise 0. Numbers are compared by value
-    (0.50 is 0.5)."""
-    given, answer = text.strip(), row["answer"].strip()
-    try:
-        return float(Fraction(given) == Fraction(answer))
-    except (ValueError, ZeroDivisionError):
-        return float(given == answer)

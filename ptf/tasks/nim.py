@@ -5,14 +5,12 @@ loses. Whoever faces a multiple of four loses against best play. Games begin wit
 group, also those that the policy's own games would not reach.
 """
 
-import json
 import random
 from pathlib import Path
-from typing import Any
 
 from ptf.data.trajectory import Prompt, Trajectory
 from ptf.rl.policy.policy import Policy
-from ptf.tasks.tiny import write_model
+from ptf.tasks.tiny import write_model, write_rows
 
 MOST = 3  # stones of one move
 PILES = range(1, 13)
@@ -47,9 +45,6 @@ async def play(prompt: Prompt, policy: Policy, *, shuffled: bool = False) -> Tra
 def prepare(directory: str) -> None:
     """Write `games.jsonl`, the piles that games begin with, and `model/`."""
     root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = [
-        {"messages": [{"role": "user", "content": str(pile)}], "pile": pile} for pile in PILES
-    ]
-    (root / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    games = [{"messages": [{"role": "user", "content": str(pile)}], "pile": pile} for pile in PILES]
+    write_rows(root / "games.jsonl", games)
     write_model(root / "model", "0123456789", dim=64, layers=2)

@@ -103,6 +103,5 @@ def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **set
 
 def invalid(answers: Sequence[Mapping[str, Any]], *, catalogue: str) -> float:
     """Return the share of the items in greedy responses that are not in the catalogue, for `evaluate.metrics`."""
-    items = known(catalogue)[0]
-    named = [item for a in answers for item in items.read(a["response"])]
+    named = [item for a in answers for item in known(catalogue)[0].read(a["response"])]
     return sum(item is None for item in named) / max(1, len(named))

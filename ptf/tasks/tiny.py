@@ -5,6 +5,7 @@ A task includes data, tokenizer and model config, so that a fresh clone trains w
 """
 
 import json
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def public_file(data: str | None, name: str) -> Path:
+    """Return a file of the public data below `data` (default: $PTF_DATA, else ../shared/data). Raises UserError if it
+    does not exist."""
+    path = Path(data or os.environ.get("PTF_DATA") or "../shared/data") / name
+    if not path.is_file():
+        raise UserError(f"there is no {path}; set PTF_DATA (or the argument `data`) to a directory that has {name}")
+    return path
+
+
 def prompt_row(question: Question) -> dict[str, Any]:
     """Return a question as a row of prompts."""
     return {"messages": [{"role": "user", "content": question[0]}], "answer": question[1]}
@@ -75,15 +85,6 @@ def pair_rows(questions: Sequence[Question], seed: int) -> list[dict[str, Any]]:
         wrong = rng.choice([d for d in "0123456789" if d != answer[at]])
         rows.append({"prompt": question, "chosen": answer, "rejected": answer[:at] + wrong + answer[at + 1 :]})
     return rows
-
-
-def scored_rows(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row for each response of the pairs, with reward 1 if it is right and 0 if it is wrong."""
-    return [
-        {"prompt": p["prompt"], "completion": p[kind], "reward": float(kind == "chosen")}
-        for p in pairs
-        for kind in ("chosen", "rejected")
-    ]
 
 
 def write_task(
@@ -108,26 +109,32 @@ def write_task(
     nothing can be learned.
     """
     root = Path(directory)
-    root.mkdir(parents=True, exist_ok=True)
     if shuffle_answers:
         answers = [answer for _, answer in prompts]
         random.Random(f"shuffle_answers/{seed}").shuffle(answers)
         prompts = [(question, answer) for (question, _), answer in zip(prompts, answers, strict=True)]
-    _write(root / "train.jsonl", map(chat_row, train))
-    _write(root / "train_prompts.jsonl", map(prompt_row, prompts))
-    _write(root / "dev.jsonl", map(prompt_row, dev))
-    _write(root / "test.jsonl", map(prompt_row, test))
-    _write(root / "held_out_chat.jsonl", map(chat_row, dev))
+    write_rows(root / "train.jsonl", map(chat_row, train))
+    write_rows(root / "train_prompts.jsonl", map(prompt_row, prompts))
+    write_rows(root / "dev.jsonl", map(prompt_row, dev))
+    write_rows(root / "test.jsonl", map(prompt_row, test))
+    write_rows(root / "held_out_chat.jsonl", map(chat_row, dev))
     for name, questions in (("train", train), ("held_out", dev)):
         pairs = pair_rows(questions, seed)
-        _write(root / f"{name}_pairs.jsonl", pairs)
-        _write(root / f"{name}_scored.jsonl", scored_rows(pairs))
+        write_rows(root / f"{name}_pairs.jsonl", pairs)
+        scores = (
+            {"prompt": pair["prompt"], "completion": pair[kind], "reward": float(kind == "chosen")}
+            for pair in pairs
+            for kind in ("chosen", "rejected")
+        )
+        write_rows(root / f"{name}_scored.jsonl", scores)
     alphabet = "".join(sorted({c for questions in (train, prompts, dev, test) for q in questions for c in q[0] + q[1]}))
     write_model(root / "model", alphabet, model_type=model_type)
     write_model(root / "small_model", alphabet, dim=64, layers=2)
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as a file of JSON lines; its directory is made if it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf.tasks.tiny import write_model
+from ptf.tasks.tiny import write_model, write_rows
 
 ADD = {
     "type": "function",
@@ -86,8 +86,7 @@ def ask(client: Any, messages: list[Any]) -> tuple[str, list[dict[str, Any]]]:
             content += choice.delta.content or ""
             for part in choice.delta.tool_calls or []:
                 call = calls.setdefault(part.index, {"id": part.id, "type": "function", "function": {}})
-                function = {"name": part.function.name, "arguments": part.function.arguments}
-                for name, text in function.items():
+                for name, text in (("name", part.function.name), ("arguments", part.function.arguments)):
                     call["function"][name] = call["function"].get(name, "") + (text or "")
     return content, [calls[i] for i in sorted(calls)]
 
@@ -101,10 +100,8 @@ def sums() -> list[tuple[int, int]]:
 
 def write_sums(root: Path) -> None:
     """Write `train.jsonl` and `test.jsonl`: prompts, 80 and 20 of the hundred sums."""
-    root.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", sums()[:80]), ("test", sums()[80:])):
-        rows = [{"messages": [{"role": "user", "content": f"{a}+{b}"}]} for a, b in part]
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(root / f"{name}.jsonl", [{"messages": [{"role": "user", "content": f"{a}+{b}"}]} for a, b in part])
 
 
 def prepare(directory: str) -> None:
@@ -112,7 +109,7 @@ def prepare(directory: str) -> None:
     root = Path(directory)
     write_sums(root)
     dialogues = [{"messages": dialogue(a, b, str(d)), "tools": [ADD]} for a, b in sums()[:80] for d in range(10)]
-    (root / "calls.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dialogues))
+    write_rows(root / "calls.jsonl", dialogues)
     alphabet = "".join(map(chr, range(32, 127)))
     write_model(root / "model", alphabet, dim=64, layers=2, template=TEMPLATE, words=WORDS)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptf.config import Plugin, plugin
-from ptf.tasks.tiny import write_model
+from ptf.tasks.tiny import write_model, write_rows
 
 
 def prepare(
@@ -30,15 +30,11 @@ def prepare(
     column `answer`, for SFT.
     """
     plugin.bind(Plugin(**rows))(directory)
+    root = Path(directory)
     if answers:
-        (Path(directory) / "answers.txt").write_text("".join(f"{answer}\n" for answer in answers))
+        (root / "answers.txt").write_text("".join(f"{answer}\n" for answer in answers))
     if examples:
-        lines = [line for file in sorted((Path(directory) / "train").glob("*.jsonl")) for line in file.open()]
-        conversations = [followed_by_answer(json.loads(line)) for line in lines]
-        (Path(directory) / "examples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in conversations))
-    write_model(Path(directory) / "model", alphabet, dim=dim, layers=layers, max_length=max_length, words=list(words))
-
-
-def followed_by_answer(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conversation of a row with its reference answer."""
-    return {"messages": [*row["messages"], {"role": "assistant", "content": str(row["answer"])}]}
+        asked = [json.loads(line) for file in sorted((root / "train").glob("*.jsonl")) for line in file.open()]
+        answered = [[*row["messages"], {"role": "assistant", "content": str(row["answer"])}] for row in asked]
+        write_rows(root / "examples.jsonl", [{"messages": messages} for messages in answered])
+    write_model(root / "model", alphabet, dim=dim, layers=layers, max_length=max_length, words=list(words))
