@@ -50,14 +50,12 @@ class Run:
         job = _overridden(text, overrides)
         if Path(job.output).resolve() != directory.resolve().parent:  # begun elsewhere, or moved since
             job = job.model_copy(update={"output": str(directory.resolve().parent)})
-        evaluated = _record(directory, EVALUATED, EVALUATE).get("metrics", {})
-        metrics = last_metrics(directory) | evaluated
+        metrics = last_metrics(directory) | _record(directory, EVALUATED, EVALUATE).get("metrics", {})
         return cls(directory, job, metrics, _checkpoints(job, directory))
 
     def updated(self, overrides: Sequence[str] = ()) -> "Run":
         """Read the metrics and checkpoints anew, and apply other values of changeable keys to this run's job."""
-        there = Run.at(self.directory)
-        return replace(there, job=_overridden(dump(self.job), overrides) if overrides else self.job)
+        return replace(Run.at(self.directory), job=_overridden(dump(self.job), overrides) if overrides else self.job)
 
     @property
     def name(self) -> str:
@@ -112,8 +110,10 @@ def last_metrics(directory: Path) -> dict[str, float]:
 
 def record_evaluation(directory: Path, metrics: Mapping[str, float]) -> None:
     """Keep the metrics of an evaluation in the run's directory."""
-    entries = {"lineage": directory.resolve().name, "metrics": dict(metrics), "model": _exported(directory)}
-    storage.write_record(str(directory / EVALUATED), entries)
+    storage.write_record(
+        str(directory / EVALUATED),
+        {"lineage": directory.resolve().name, "metrics": dict(metrics), "model": _exported(directory)},
+    )
 
 
 def raise_if_not_evaluated(job: Job, directory: Path) -> None:

@@ -8,9 +8,11 @@ from that version has already used them, there is nothing to do.
 from pathlib import Path
 from typing import Any
 
+from ptf import storage
 from ptf.artifact import START, Artifact
 from ptf.config import Job, fingerprint, loads
 from ptf.errors import UserError
+from ptf.storage import published_versions
 from steps import stages
 
 LAST = "retrained.json"  # beside the pointer: data, start, config and outcome of the last retraining
@@ -28,7 +30,6 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     which training cannot start.
     """
     from ptf.run import read_job_file
-    from ptf.storage import published_versions
 
     if job.publish.metric is None or job.publish.metric.startswith("train/"):
         raise UserError(
@@ -62,8 +63,6 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
 def has_new_data(job: Job, artifact: Artifact) -> bool:
     """Return whether there are data that neither the published version nor a training from it has used. Print the
     sources that changed, and why they count as used."""
-    from ptf.storage import published_versions
-
     manifest = published_versions.manifest(job.versions)
     if manifest is None:
         print(
@@ -93,7 +92,6 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
 def publish(job: Job, artifact: Artifact) -> Artifact:
     """Publish the model unless it is worse than the one it was trained from by more than `publish.max_regression`, or,
     where that is 0, the same; record the outcome beside the pointer."""
-    from ptf import storage
     from ptf.evaluate.gate import Worse
 
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
@@ -151,8 +149,6 @@ def _inputs(job: Job, artifact: Artifact, version: str) -> dict[str, Any]:
 
 
 def _last(job: Job) -> dict[str, Any]:
-    from ptf import storage
-
     place = f"{job.versions}/{LAST}"
     if not storage.exists(place):
         return {}

@@ -4,14 +4,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from ptf import storage
 from ptf.artifact import Artifact
 from ptf.config import Job, fingerprint, load, model_paths
+from ptf.storage import published_versions
 
 
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Make the prepared data, or reuse them if they exist. Models of other jobs that are not published yet are trained
     and published first."""
-    from ptf import storage
     from ptf.data.sources.rows import stamps
     from ptf.evaluate.evaluation_check import check_evaluation
     from ptf.run import (
@@ -23,7 +24,6 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
         remove_leftovers,
         unpublished,
     )
-    from ptf.storage import published_versions
     from ptf.train.source_specs import specs
 
     check_run_name(artifact.run_name)
@@ -101,9 +101,15 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
 
 def page(artifact: Artifact) -> str:
     """Return Markdown for the card of the publish step: the publish checks that were passed, and the model card."""
-    from ptf.publish.model_card import page as version_page
-
-    return version_page(artifact)
+    if artifact.published is None:
+        return f"# {artifact.run_name}\n\n**Not published:** it is not better than the published version."
+    text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
+    manifest = storage.manifest_of(artifact.published)
+    return (
+        f"Publish checks passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the "
+        "trained model's; the tokenizer gives the ids that were trained on. "
+        f"Compared with what training started from: {manifest['gate']}.\n\n{text}"
+    )
 
 
 def raise_if_unknown_run(run_name: str, directories: Sequence[Path]) -> None:

@@ -47,10 +47,10 @@ def test_few_rows_tell_nothing_and_equal_ones_all() -> None:
     assert interval(np.full(4, -1.0), np.ones(4)) == (-math.inf, math.inf)
     low, high = interval(np.full(10, -1.0), np.ones(10))
     assert (low, high) == pytest.approx((-1, -1))
-    assert Comparison("a", 10, 1, 0, low, high).is_worse()
-    assert not Comparison("a", 10, 1, 0, low, high).is_worse(allowed=1.5)
+    assert Comparison("a", 10, 1, 0, low, high, allowed=0).is_worse
+    assert not Comparison("a", 10, 1, 0, low, high, allowed=1.5).is_worse
     assert interval(np.zeros(10), np.ones(10)) == (0, 0)
-    assert not Comparison("a", 10, 0, 0, 0, 0).is_worse()
+    assert not Comparison("a", 10, 0, 0, 0, 0, allowed=0).is_worse
 
 
 def outcome(value: float | str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_what_is_worse_beyond_its_interval_is_named(
     job, metrics = loads(yaml.safe_dump(raw)), answers(tmp_path, then, now)
     compared = gate.comparisons(job, tmp_path, metrics)
     assert [one.metric for one in compared] == ["greedy_reward/test", "greedy_pass_rate/test"]
-    assert [one.is_worse() for one in compared] == [worse, worse]
+    assert [one.is_worse for one in compared] == [worse, worse]
     off = loads(yaml.safe_dump(raw | {"publish": {"gate": "off"}}))
     if worse:
         with pytest.raises(
@@ -250,15 +250,14 @@ def test_a_policy_that_unlearned_its_task_is_not_published(rl_raw: dict[str, Any
 
 
 def test_the_refusal_names_the_limit(tmp_path: Path) -> None:
-    raw, worse = arithmetic(tmp_path), Comparison("pass@8/dev", 0, 0.5, 0.3, -0.2, -0.2)
-    named = {"metric": "pass@8/dev", "max_regression": 0.1}
-    for publish_section, limit in (
-        (named, r"; allowed regression: 0\.1 \(publish\.max_regression\)\. publish\.gate: off"),
-        ({}, r"so it has no interval\. publish\.gate: off"),
+    job = loads(yaml.safe_dump(arithmetic(tmp_path)))
+    for allowed, limit in (
+        (0.1, r"; allowed regression: 0\.1 \(publish\.max_regression\)\. publish\.gate: off"),
+        (0.0, r"so it has no interval\. publish\.gate: off"),
     ):
         with pytest.raises(Worse, match=limit):
-            gate.raise_if_worse(loads(yaml.safe_dump(raw | {"publish": publish_section})), [worse])
-    gate.raise_if_worse(loads(yaml.safe_dump(raw | {"publish": named | {"max_regression": 0.3}})), [worse])
+            gate.raise_if_worse(job, [Comparison("pass@8/dev", 0, 0.5, 0.3, -0.2, -0.2, allowed)])
+    gate.raise_if_worse(job, [Comparison("pass@8/dev", 0, 0.5, 0.3, -0.2, -0.2, 0.3)])
 
 
 def test_max_regression_is_in_the_unit_of_the_named_metric_alone(raw: dict[str, Any], tmp_path: Path) -> None:
@@ -280,9 +279,12 @@ def test_the_verdict_says_what_is_within_the_allowed_regression(raw: dict[str, A
         assert gate.describe(job, gate.comparisons(job, tmp_path, metrics)).endswith(f"held-out items): {verdict}")
 
 
-def test_a_metric_of_all_rows_together_is_compared_without_an_interval():
-    metrics = {"starting_model/auc": 0.5, "auc": 0.75}
-    up, down = (gate._compared("auc", more, None, metrics) for more in (True, False))
-    assert (up.low, up.high) == (0.25, 0.25)
-    assert (down.low, down.high) == (-0.25, -0.25)
-    assert (up.is_worse(), down.is_worse(), down.is_worse(allowed=0.3)) == (False, True, False)
+@pytest.mark.parametrize(
+    ("metric", "allowed", "improvement", "worse"),
+    [("auc/a", 0.0, 0.25, False), ("ce/a", 0.0, -0.25, True), ("ce/a", 0.3, -0.25, False)],
+)
+def test_a_metric_of_all_rows_together_is_compared_without_an_interval(tmp_path, metric, allowed, improvement, worse):
+    section = {"metric": metric, "max_regression": allowed}
+    job = loads(yaml.safe_dump(arithmetic(tmp_path) | {"publish": section}))
+    (one,) = gate.comparisons(job, tmp_path, {f"starting_model/{metric}": 0.5, metric: 0.75})
+    assert (one.low, one.high, one.is_worse) == (improvement, improvement, worse)

@@ -79,22 +79,20 @@ def print_table(columns: Mapping[str, Mapping[str, float]], names: Sequence[str]
         print(f"{name:<28}" + "".join(f" {cell:>9}" for cell in cells), flush=True)
 
 
-def retry(act: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """Return what `act` returns, after up to `TRIES` attempts.
+def retry(act: Callable[[], dict[str, float]], attempt: int = 1) -> dict[str, float]:
+    """Return what `act` returns, after up to `TRIES` attempts, of which this one has the number `attempt`.
 
     An error that another attempt may not meet is raised as Retryable after the last attempt; any other at once.
     """
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            return act()
-        except Exception as error:
-            if not is_transient(error):
-                raise
-            if attempt == TRIES:
-                raise Retryable(
-                    f"the evaluation failed {TRIES} times; the last error was: {redacted(str(error))}"
-                ) from error
-            message = str(error) if isinstance(error, Retryable) else full_text(error)
-            print(f"{redacted(message)}\nthe evaluation is tried again ({attempt} of {TRIES - 1})", flush=True)
+    try:
+        return act()
+    except Exception as error:
+        if not is_transient(error):
+            raise
+        if attempt == TRIES:
+            raise Retryable(
+                f"the evaluation failed {TRIES} times; the last error was: {redacted(str(error))}"
+            ) from error
+        message = str(error) if isinstance(error, Retryable) else full_text(error)
+        print(f"{redacted(message)}\nthe evaluation is tried again ({attempt} of {TRIES - 1})", flush=True)
+    return retry(act, attempt + 1)

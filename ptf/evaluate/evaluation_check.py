@@ -3,9 +3,8 @@
 It imports no torch, because the first step of every flow that does work calls it.
 """
 
-from ptf.config import ConfigError, Job
+from ptf.config import ConfigError, Job, Plugin
 from ptf.config.plugin import bind
-from ptf.config.section import Plugin
 from ptf.events.ranking_metrics import MEASURES, TASKS
 from ptf.recipes import registry
 
@@ -13,11 +12,10 @@ from ptf.recipes import registry
 def check_evaluation(job: Job) -> None:
     """Check the evaluation before anything is trained: that its plugins exist, and that it will measure
     `publish.metric`. Raises ConfigError."""
-    evaluate_config = job.evaluate
     plugins = {
-        "reward": evaluate_config.reward,
-        "engine": evaluate_config.engine,
-        **{f"metrics.{name}": plugin for name, plugin in evaluate_config.metrics.items()},
+        "reward": job.evaluate.reward,
+        "engine": job.evaluate.engine,
+        **{f"metrics.{name}": plugin for name, plugin in job.evaluate.metrics.items()},
     }
     for name, plugin in plugins.items():
         if isinstance(plugin, Plugin):

@@ -4,7 +4,7 @@ Both models are measured on the same held-out rows, and their values are compare
 if the trained model is better. The trained model is refused if the whole 95 % interval of the mean improvement is below
 the limit, which is zero or, for `publish.metric`, −`publish.max_regression`; an interval that contains the limit does
 not prevent publishing. `publish.max_regression` is in the unit of `publish.metric`, so the limit of default metrics is
-zero. The comparison with the published version (`raise_if_regression`) is another one: of two numbers, without an
+zero. The comparison with the published version (ptf.publish.publishing) is another one: of two numbers, without an
 interval, and with the same limit.
 """
 
@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -51,27 +50,30 @@ class Comparison:
     now: float
     low: float
     high: float
+    allowed: float  # the regression that does not prevent publishing, in the unit of the metric
 
-    def is_worse(self, allowed: float = 0.0) -> bool:
-        """Return whether the upper end of the interval of the improvement is below `-allowed`."""
-        return self.high < -allowed
+    @property
+    def is_worse(self) -> bool:
+        """Whether the upper end of the interval of the improvement is below `-allowed`."""
+        return self.high < -self.allowed
 
-    def describe(self, allowed: float = 0.0) -> str:
-        """Return both values, the interval and the verdict, where a regression of `allowed` does not prevent
-        publishing."""
+    def describe(self) -> str:
+        """Return both values, the interval and the verdict."""
         change = f"{self.metric} {self.start:.4g} of the starting model, {self.now:.4g} of the trained one"
         if not self.rows:
             return f"{change}; not a mean over rows, so it has no interval"
         if math.isinf(self.low):
             return f"{change}; {self.rows} held-out items are too few for an interval"
-        if self.is_worse(allowed):
+        if self.is_worse:
             verdict = "worse"
-        elif self.is_worse():
+        elif self.high < 0:
             verdict = "worse, within publish.max_regression"
         else:
             verdict = "better" if self.low > 0 else "no significant difference"
-        interval = f"{self.low:+.3g} to {self.high:+.3g}"
-        return f"{change}; improvement {interval} (95 % interval over {self.rows} held-out items): {verdict}"
+        return (
+            f"{change}; improvement {self.low:+.3g} to {self.high:+.3g} (95 % interval over {self.rows} held-out "
+            f"items): {verdict}"
+        )
 
 
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
@@ -82,13 +84,9 @@ def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Compa
     list is empty if nothing is held out or `publish.gate` is `unmeasured`. Raises UserError if the stored
     rows of the two models are not the same rows.
     """
-    named = job.publish.metric
-    if f"{START}{named}" in metrics:
-        more = not job.publish.less_is_better
-        return [_compared(str(named), more, _paired_values(job, run, str(named)), metrics)]
-    measured = ([name for name in names if START + name in metrics] for names in defaults(job))
-    names = next(filter(None, measured), [])
-    return [_compared(name, not _is_loss(name), _paired_values(job, run, name), metrics) for name in names]
+    groups = ([str(job.publish.metric)], *defaults(job))
+    measured = ([name for name in names if START + name in metrics] for names in groups)
+    return [_compared(job, run, name, metrics) for name in next(filter(None, measured), [])]
 
 
 def commit_rows(run: Path) -> None:
@@ -138,61 +136,52 @@ def _is_loss(metric: str | None) -> bool:
     return metric is not None and metric.startswith(("loss/", "kl/"))
 
 
-PairedValues = tuple[np.ndarray, np.ndarray, np.ndarray]  # [rows] each: value at the start, value now, denominator
+def _compared(job: Job, run: Path, metric: str, metrics: Mapping[str, float]) -> Comparison:
+    """Compare one metric.
+
+    `publish.max_regression` is in the unit of `publish.metric`, and does not apply to the metrics that are compared in
+    its place.
+    """
+    is_named = metric == job.publish.metric
+    less_is_better = job.publish.less_is_better if is_named else _is_loss(metric)
+    allowed = job.publish.max_regression if is_named else 0.0
+    start, now, sign = metrics[START + metric], metrics[metric], -1.0 if less_is_better else 1.0
+    rows = _rows(job, run, metric)
+    if rows is None:  # the metric is one number of all rows together
+        return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start), allowed)
+    then, after, denominators = np.array(rows, np.float64).reshape(-1, 3).T
+    return Comparison(metric, len(rows), start, now, *interval(sign * (after - then), denominators), allowed)
 
 
-def _paired_values(job: Job, run: Path, metric: str) -> PairedValues | None:
-    """Return the values of a metric by row, at the start and now; None if the metric is not a mean over rows."""
+def _rows(job: Job, run: Path, metric: str) -> list[tuple[float, float, float]] | None:
+    """Return the value of a metric at the start, the one now and their denominator, by row; None if the metric is not a
+    mean over rows."""
     if _is_loss(metric):
-        name = metric.partition("/")[2]
-        then, now = _read(run / LOSSES, name)
-        return (
-            None if not now else _paired([(a["value"], b["value"], b["denominator"]) for a, b in _both(then, now, run)])
-        )
+        pairs = _both(run / LOSSES, metric.partition("/")[2])
+        return [(a["value"], b["value"], b["denominator"]) for a, b in pairs] or None
     measure, _, source = metric.rpartition("/")
     if source in job.evaluate.sources and measure in ("greedy_reward", "greedy_pass_rate"):
-        then, now = _read(run / RESPONSES, source)
         value = float if measure == "greedy_reward" else lambda reward: float(reward >= 1)
-        pairs = [(a["reward"], b["reward"]) for a, b in _both(then, now, run, "row")]
-        return _paired([(value(a), value(b), 1.0) for a, b in pairs if a is not None and b is not None])
+        rewards = [(a["reward"], b["reward"]) for a, b in _both(run / RESPONSES, source, "row")]
+        return [(value(a), value(b), 1.0) for a, b in rewards if a is not None and b is not None]
     if job.evaluate.ranking and source in job.evaluate.ranking.sources:
-        then, now = _read(run / RANKED, source)
-        return _paired(
-            [(a[measure], b[measure], 1.0) for a, b in _both(then, now, run, "user") if measure in a and measure in b]
-        )
+        users = _both(run / RANKED, source, "user")
+        return [(a[measure], b[measure], 1.0) for a, b in users if measure in a and measure in b]
     return None
 
 
-def _read(place: Path, source: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows at the start and now; both lists are empty if the evaluation wrote none."""
+def _both(place: Path, source: str, key: str = "") -> list[tuple[dict, dict]]:
+    """Return each row's record at the start together with its record now; none if the evaluation wrote none. Raises
+    UserError if the rows differ."""
     if place.is_dir():
         file_verification.raise_if_different(str(place), file_verification.of_run(place), float("inf"), AGAIN)
     files = [place / prefix / f"{source}.jsonl" for prefix in ("start", "")]
     then, now = (
         [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [] for file in files
     )
-    return then, now
-
-
-def _both(then: Sequence[dict], now: Sequence[dict], run: Path, key: str = "") -> Iterator[tuple[dict, dict]]:
-    """Yield each row's record at the start together with its record now. Raises UserError if the rows differ."""
     if len(then) != len(now) or any(key and a[key] != b[key] for a, b in zip(then, now, strict=True)):
-        raise UserError(f"{run}: the two models were not measured on the same held-out rows; {AGAIN}")
-    yield from zip(then, now, strict=True)
-
-
-def _paired(rows: Sequence[tuple[float, float, float]]) -> PairedValues:
-    table = np.array(rows, np.float64).reshape(-1, 3)
-    return table[:, 0], table[:, 1], table[:, 2]
-
-
-def _compared(metric: str, more: bool, values: PairedValues | None, metrics: Mapping[str, float]) -> Comparison:
-    start, now, sign = metrics[START + metric], metrics[metric], 1.0 if more else -1.0
-    if values is None:  # the metric is one number of all rows together
-        return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start))
-    then, after, denominators = values
-    low, high = interval(sign * (after - then), denominators)
-    return Comparison(metric, len(then), start, now, low, high)
+        raise UserError(f"{place.parent}: the two models were not measured on the same held-out rows; {AGAIN}")
+    return list(zip(then, now, strict=True))
 
 
 def interval(differences: np.ndarray, denominators: np.ndarray) -> tuple[float, float]:
@@ -224,52 +213,24 @@ def quantile(freedom: int) -> float:
 
 def describe(job: Job, compared: Sequence[Comparison]) -> str:
     """Return the result of the gate as one line, for the console and the model card."""
-    why = ""
     if job.publish.gate != "starting_model":
         why = f"publish.gate is {job.publish.gate}"
     elif not compared:
         why = "nothing held out was measured on both models (evaluate.sources, evaluate.ranking, data.validation)"
-    if why:
-        return f"not compared with what training started from: {why}"
-    return "; ".join(one.describe(_allowed(job, one)) for one in compared)
-
-
-def _allowed(job: Job, one: Comparison) -> float:
-    """Return the regression of a metric that does not prevent publishing: `publish.max_regression` is in the unit of
-    `publish.metric`, and does not apply to the metrics that are compared in its place."""
-    return job.publish.max_regression if one.metric == job.publish.metric else 0.0
+    else:
+        return "; ".join(one.describe() for one in compared)
+    return f"not compared with what training started from: {why}"
 
 
 def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
-    worse = [one for one in compared if one.is_worse(_allowed(job, one))]
+    worse = [one for one in compared if one.is_worse]
     if worse and job.publish.gate == "starting_model":
-        allowed = max(_allowed(job, one) for one in worse)
+        allowed = max(one.allowed for one in worse)
         limit = f"; allowed regression: {allowed:g} (publish.max_regression)" if allowed else ""
-        said = "; ".join(one.describe(_allowed(job, one)) for one in worse)
+        said = "; ".join(one.describe() for one in worse)
         raise Worse(
             f"not published: worse than what training started from: {said}{limit}. "
             "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
             "checks of the exported files and against the published version remain"
-        )
-
-
-def raise_if_regression(
-    metrics: Mapping[str, float],
-    published: Mapping[str, float],
-    metric: str,
-    max_regression: float,
-    less_is_better: bool = False,
-) -> None:
-    """Raise UserError if `metric` is missing, and Worse if it is worse than the published version's by more than
-    `max_regression`."""
-    if metric not in metrics:
-        raise UserError(
-            f"publish.metric: the evaluation has no {metric!r}; it has {', '.join(sorted(metrics)) or 'nothing'}"
-        )
-    before = published.get(metric)
-    if before is not None and not (metrics[metric] - before) * (-1 if less_is_better else 1) >= -max_regression:
-        raise Worse(
-            f"not published: {metric} is {metrics[metric]:.4g}, the published version has {before:.4g}; allowed "
-            f"regression: {max_regression:g} (publish.max_regression)"
         )

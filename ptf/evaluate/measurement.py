@@ -21,9 +21,8 @@ from ptf import storage
 from ptf.artifact import START
 from ptf.compute.launch import default_threads, needs_ray
 from ptf.compute.world import World, joined, pick_device
-from ptf.config import ConfigError, Job, dump, loads
+from ptf.config import Job, Plugin, dump, loads
 from ptf.config.plugin import bind, own_copy
-from ptf.config.section import Plugin
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -48,7 +47,6 @@ from ptf.train.validate import held_out_metrics, held_out_sequence_losses
 from ptf.workspace import progress
 
 COMPARED = "compared.json"  # in the run's directory
-METRICS_OF = {"": "", "start/": START}  # directory of a model's responses → prefix of its metrics
 
 
 def measure_run(job: Job, run: Path) -> dict[str, float]:
@@ -190,11 +188,8 @@ def score_answers(
     seq_len: int,
 ) -> np.ndarray:
     """Return scores, labels and lengths of all responses, on every rank: [3, responses]."""
-    judgements = []
-    for batch in progress.counted(deal(sequences, world, micro_batch_sequences, seq_len), "scores", "batches"):
-        batch = batch.to(world.device)
-        judgements.append(recipe.judgements(model, batch).cpu().numpy())
-    mine = np.concatenate(judgements, axis=1)
+    batches = progress.counted(deal(sequences, world, micro_batch_sequences, seq_len), "scores", "batches")
+    mine = np.concatenate([recipe.judgements(model, b.to(world.device)).cpu().numpy() for b in batches], axis=1)
     # all ranks of a tensor-parallel group have the same values
     return np.concatenate(
         [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor_parallel_size == 0],
@@ -238,25 +233,20 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
 
     The greedy responses are written to `run/responses/` and `run/responses/start/`.
     """
-    evaluate_config = job.evaluate
     rewards = evaluation_rewards(job)
-    if not evaluate_config.sources or not (rewards or (job.rollout and job.rollout.is_multi_turn)):
+    if not job.evaluate.sources or not (rewards or (job.rollout and job.rollout.is_multi_turn)):
         return {}
     starting = StartingModel.of_job(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
-    prompts, trie = (
-        held_out_prompts(job.evaluate.sources, tokenizer, evaluate_config.prompts),
-        trie_of(job.rollout, tokenizer),
-    )
-    models = {"": run / "model"}
+    prompts = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.prompts)
+    trie = trie_of(job.rollout, tokenizer)
+    models = {"": run / "model"}  # prefix of its metrics → directory
     if job.publish.measures_start:
-        models["start/"] = starting.with_weights().directory
+        models[START] = starting.with_weights().directory
     prompts, job = affordable(prompts, job, run / "model", len(models))
     metrics: dict[str, float] = {}
-    length = (
-        max(len(p.tokens) for source_prompts in prompts.values() for p in source_prompts)
-        + evaluate_config.max_new_tokens
-    )
+    longest = max(len(prompt.tokens) for of_source in prompts.values() for prompt in of_source)
+    length = longest + job.evaluate.max_new_tokens
     if job.rollout and job.rollout.is_multi_turn:
         length = max(length, job.data.seq_len)
     try:
@@ -269,9 +259,9 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
                 group = cluster.start(spec)
                 with cluster.phase(group, "evaluate"):
                     for name, source_prompts in prompts.items():
-                        file = run / gate.RESPONSES / f"{prefix}{name}.jsonl"
+                        file = run / gate.RESPONSES / ("start" if prefix else "") / f"{name}.jsonl"
                         found = measure_responses_to(job, name, source_prompts, group, rewards, file)
-                        metrics |= {f"{METRICS_OF[prefix]}{key}/{name}": value for key, value in found.items()}
+                        metrics |= {f"{prefix}{key}/{name}": value for key, value in found.items()}
     finally:
         if rewards:
             rewards.close()
@@ -283,20 +273,19 @@ def measure_responses_to(
 ) -> dict[str, float]:
     """Return the pass rates of a model's responses to the prompts of a source, and `evaluate.metrics` of its greedy
     responses, which are written to `file`."""
-    evaluate_config = job.evaluate
     metrics, responses = pass_rates(
         rollout,
         rewards,
         prompts,
         0,
         f"evaluate {source}",
-        samples=evaluate_config.samples,
-        temperature=evaluate_config.temperature,
-        max_new_tokens=evaluate_config.max_new_tokens,
+        samples=job.evaluate.samples,
+        temperature=job.evaluate.temperature,
+        max_new_tokens=job.evaluate.max_new_tokens,
         max_no_result_share=job.rollout.max_no_result_share if job.rollout else 0.1,
     )
     storage.write_text(str(file), "".join(json.dumps(a, default=str) + "\n" for a in responses))
-    own = {name: compute_own_metric(name, plugin, responses) for name, plugin in evaluate_config.metrics.items()}
+    own = {name: compute_own_metric(name, plugin, responses) for name, plugin in job.evaluate.metrics.items()}
     return metrics | own
 
 
@@ -310,9 +299,9 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     assert evaluate_config is not None
     starting = StartingModel.of_job(job, run)
     tokenizer = starting.load_tokenizer()
-    models = {"": run / "model"}
+    models = {"": run / "model"}  # prefix of its metrics → directory
     if job.publish.measures_start and job.model.init == "pretrained":
-        models["start/"] = starting.with_weights().directory
+        models[START] = starting.with_weights().directory
     prompts = held_out_prompts(evaluate_config.sources, tokenizer, sys.maxsize)
     metrics: dict[str, float] = {}
     with joined(job.compute.device, job.compute.timeout_s, threads=job.compute.threads or default_threads(1)) as world:
@@ -326,9 +315,9 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
                     k=evaluate_config.k,
                     device=world.device,
                     factory=layer_factory_of(without_adapters(starting.section)),
-                    answers=run / "ranked" / f"{prefix}{name}.jsonl",
+                    answers=run / gate.RANKED / ("start" if prefix else "") / f"{name}.jsonl",
                 )
-                metrics |= {f"{METRICS_OF[prefix]}{key}/{name}": value for key, value in ranking.items()}
+                metrics |= {f"{prefix}{key}/{name}": value for key, value in ranking.items()}
     return metrics
 
 
@@ -337,10 +326,9 @@ def compute_own_metric(name: str, plugin: Plugin, responses: Sequence[Mapping[st
 
     Raises UserError if the function fails, or if its value is not finite.
     """
+    measured = bind(plugin)
     try:
-        value = float(bind(plugin)(own_copy(responses)))
-    except ConfigError:
-        raise
+        value = float(measured(own_copy(responses)))
     except Exception as error:
         raise UserError(f"evaluate.metrics.{name}: {plugin.use} failed: {type(error).__name__}: {error}") from error
     if not math.isfinite(value):

@@ -4,18 +4,17 @@ A run with `rollout.clock: wall` is repeated from its `flight.jsonl`, which has 
 runs repeat by themselves.
 """
 
-import shutil
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from ptf import storage
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.errors import UserError
 from ptf.rl.flight_ledger import LEDGER_FILE
 from ptf.run import JOB, check_run_name
 from ptf.training_run import METRICS, Run, train
-from ptf.workspace import scratch
 
 RETRIES = "rewards_retried"  # in metrics: faults that passed do not come again
 
@@ -37,10 +36,7 @@ def replay(run: Run, name: str) -> bool:
     if begun_already and not (copy.read_bytes() if copy.exists() else b"").startswith(decided):
         raise UserError(f"{directory} is a run that does not replay this one; give another --run-name")
     if decided and not begun_already:
-        directory.mkdir(parents=True, exist_ok=True)
-        with scratch.file(copy) as begun:
-            shutil.copyfile(ledger, begun)
-            begun.replace(copy)
+        storage.write_text(str(copy), decided.decode())
     again = train(run.job, name)
     differing = _different_tensors(run.model, again.model)
     steps = _first_different_step(run.directory / METRICS, again.directory / METRICS)
@@ -64,10 +60,9 @@ def _different_tensors(one: Path, other: Path) -> list[str]:
         raise UserError(f"{one} has no weights (*.safetensors) to compare")
     found = sorted(files ^ others)
     for name in sorted(files & others):
-        file = one / name
-        with safe_open(file, "pt") as a, safe_open(other / file.name, "pt") as b:
+        with safe_open(one / name, "pt") as a, safe_open(other / name, "pt") as b:
             both = set(a.keys()) & set(b.keys())
-            found += sorted((set(a.keys()) | set(b.keys())) - both)
+            found += sorted(set(a.keys()) ^ set(b.keys()))
             found += [key for key in sorted(both) if not _are_equal(a.get_tensor(key), b.get_tensor(key))]
     return found
 

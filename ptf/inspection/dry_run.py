@@ -21,8 +21,7 @@ import torch
 from ptf import storage
 from ptf.compute.device_defaults import settled
 from ptf.compute.world import World
-from ptf.config import Job, resolve
-from ptf.config.section import Plugin
+from ptf.config import Job, Plugin, resolve
 from ptf.config.sections.compute import MeshConfig
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig

@@ -8,13 +8,12 @@ to its last part; the manifest beside it keeps the paths.
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ptf import storage
 from ptf.artifact import Artifact, evaluated, figure
 from ptf.config import Job, dump, shown
 from ptf.config.sections.data import Source
@@ -75,20 +74,18 @@ def _header(job: Job, artifact: Artifact, recipe: str, head: str) -> dict[str, A
     base model and data sets that are files of this machine have no id."""
     task = "text-generation" if head == "lm" else "text-classification"
     is_adapter = job.publish.what == "adapter"
-    header: dict[str, Any] = {
+    base, results = base_model(_start(job, artifact)), _results(job, artifact.metrics, task)
+    header = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": task,
         "tags": ["ptf", recipe, *(["lora"] if job.model.lora else [])],
+        "license": job.publish.license,
+        "base_model": base,
+        "base_model_relation": base and ("adapter" if is_adapter else "finetune"),
+        "datasets": sorted({repo for source in job.data.sources.values() if (repo := _repository(source))}),
+        "model-index": results and [{"name": artifact.run_name, "results": results}],
     }
-    if job.publish.license:
-        header["license"] = job.publish.license
-    if base := base_model(_start(job, artifact)):
-        header |= {"base_model": base, "base_model_relation": "adapter" if is_adapter else "finetune"}
-    if datasets := sorted({repo for source in job.data.sources.values() if (repo := _repository(source))}):
-        header["datasets"] = datasets
-    if results := _results(job, artifact.metrics, task):
-        header["model-index"] = [{"name": artifact.run_name, "results": results}]
-    return header
+    return {key: value for key, value in header.items() if value}
 
 
 def base_model(path: str) -> str | None:
@@ -163,31 +160,16 @@ def _name(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2] if is_here or path.startswith("file://") else path
 
 
-def shortened(text: str) -> str:
-    """Return a text in which each path of this machine is `…/` and its last part."""
-    return ABSOLUTE.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", text)
-
-
 def _shortened_config(job: Job) -> str:
-    """Return the job as YAML, without the paths of this machine: absolute ones, and relative ones that exist."""
-    text = shortened(dump(shown(job)).rstrip())
-    relative = {value for value in _strings(job.model_dump()) if "/" in value and os.path.lexists(value)}
-    for path in sorted(relative - {value for value in relative if os.path.isabs(value)}, key=len, reverse=True):
+    """Return the job as YAML, without the paths of this machine: absolute ones, and relative ones that exist. Of each
+    the last part is left, after `…/`."""
+    text = ABSOLUTE.sub(lambda match: f"…/{match[0].rstrip('/').rpartition('/')[2]}", dump(shown(job)).rstrip())
+    values = {token.value for token in yaml.scan(text) if isinstance(token, yaml.ScalarToken)}
+    relative = [value for value in values if "/" in value and os.path.lexists(value) and not os.path.isabs(value)]
+    for path in sorted(relative, key=len, reverse=True):
         last = path.rstrip("/").rpartition("/")[2]
         text = re.sub(rf"(?<![\w/.-]){re.escape(path)}(?![\w.-])", f"…/{last}".replace("\\", r"\\"), text)
     return text
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every text at and below a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _strings(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _strings(inner)
 
 
 def _source(name: str, source: Source, artifact: Artifact) -> str:
@@ -207,16 +189,3 @@ def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) 
         cells = map(figure, (*values, *([before["metrics"].get(name)] if before else [])))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
-
-
-def page(artifact: Artifact) -> str:
-    """Return Markdown for the card of the flow's publish step: the passed publish checks, and the model card."""
-    if artifact.published is None:
-        return f"# {artifact.run_name}\n\n**Not published:** it is not better than the published version."
-    text = storage.read_text(f"{artifact.published}/README.md").split("---\n", 2)[-1]
-    manifest = storage.manifest_of(artifact.published)
-    return (
-        f"Publish checks passed: loaded again, its log-probs are within {manifest['logprob_difference']:.1e} of the "
-        "trained model's; the tokenizer gives the ids that were trained on. "
-        f"Compared with what training started from: {manifest['gate']}.\n\n{text}"
-    )

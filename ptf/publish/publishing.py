@@ -1,6 +1,7 @@
 """The publish stage: make the publish checks, then publish the model as a version. The version's files are written
 first, then its manifest, and last the pointer; no published file is ever moved."""
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -46,14 +47,12 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     run = Path(artifact.run)
     job = settled_as_begun(job, run)
     with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease, progress.stage("publish"):
-        return _publish(job, artifact, lease)
+        return _publish(job, run, artifact, lease)
 
 
-def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
-    assert artifact.run is not None
+def _publish(job: Job, run: Path, artifact: Artifact, lease: Lease) -> Artifact:
     assert artifact.model is not None
-    run, root = Path(artifact.run), job.versions
-    resolved = artifact.resolve(job)
+    root, resolved = job.versions, artifact.resolve(job)
     raise_if_damaged(run, job.verify_bytes)
     if job.publish.gate != "off":
         raise_if_not_evaluated(job, run)
@@ -77,7 +76,9 @@ def _publish(job: Job, artifact: Artifact, lease: Lease) -> Artifact:
     }
     files = storage.commit(str(staged), manifest)["files"]
     # after a retry the version may exist already: its files are not written again, since somebody may be reading them
-    is_there = _files(f"{root}/{artifact.run_name}") == files
+    is_there = False
+    with contextlib.suppress(storage.Missing, storage.Corrupt):
+        is_there = storage.verify(f"{root}/{artifact.run_name}")["files"] == files
     lease.check()
     if not is_there:
         storage.upload(staged, f"{root}/{artifact.run_name}")
@@ -114,13 +115,10 @@ def _stage_files(job: Job, run: Path, model: Path) -> Path:
     """Copy the files to publish into a directory of the run, and return that directory."""
     staged, adapter = run / "publish", run / "adapter"
     shutil.rmtree(staged, ignore_errors=True)
-    if job.publish.what == "adapter":
-        shutil.copytree(model, staged, ignore=shutil.ignore_patterns(*WEIGHTS))
-        shutil.copytree(adapter, staged, dirs_exist_ok=True)
-        return staged
-    shutil.copytree(model, staged)
-    if job.publish.what == "both":
-        shutil.copytree(adapter, staged / "adapter")
+    alone = job.publish.what == "adapter"
+    shutil.copytree(model, staged, ignore=shutil.ignore_patterns(*WEIGHTS) if alone else None)
+    if job.publish.what != "merged":
+        shutil.copytree(adapter, staged if alone else staged / "adapter", dirs_exist_ok=True)
     return staged
 
 
@@ -183,25 +181,24 @@ def _version_before(job: Job, run_name: str) -> Mapping[str, Any] | None:
     return storage.manifest_of(f"{job.versions}/{earlier[-1]}")
 
 
-def _files(version: str) -> Mapping[str, Any] | None:
-    """Return the files in the manifest of a version (name → size and SHA-256); None if it is missing or incomplete."""
-    try:
-        return storage.verify(version)["files"]
-    except (storage.Missing, storage.Corrupt):
-        return None
-
-
 def _raise_if_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:
-    """Raise Worse if `publish.metric` is worse than that of the published version by more than
-    `publish.max_regression`.
+    """Raise UserError if `publish.metric` was not measured, and Worse if it is worse than that of the published version
+    by more than `publish.max_regression`.
 
     If training started from the published version, its metric is the `starting_model/` one of this evaluation, which
     was measured on the same held-out data as the new model's.
     """
-    metric, metrics, section = job.publish.metric, artifact.metrics, job.publish
-    if metric:
-        before = manifest["metrics"] if manifest else {}
-        start = artifact.models.get(job.model.path, job.model.path)
-        if manifest and START + metric in metrics and start == f"{job.versions}/{manifest['version']}":
-            before = {metric: metrics[START + metric]}
-        gate.raise_if_regression(metrics, before, metric, section.max_regression, section.less_is_better)
+    section, metrics = job.publish, artifact.metrics
+    if not section.metric:
+        return
+    if section.metric not in metrics:
+        there = ", ".join(sorted(metrics)) or "nothing"
+        raise UserError(f"publish.metric: the evaluation has no {section.metric!r}; it has {there}")
+    now, before = metrics[section.metric], manifest["metrics"].get(section.metric) if manifest else None
+    if manifest and artifact.models.get(job.model.path, job.model.path) == f"{job.versions}/{manifest['version']}":
+        before = metrics.get(START + section.metric, before)
+    if before is not None and not (now - before) * (-1 if section.less_is_better else 1) >= -section.max_regression:
+        raise gate.Worse(
+            f"not published: {section.metric} is {now:.4g}, the published version has {before:.4g}; allowed "
+            f"regression: {section.max_regression:g} (publish.max_regression)"
+        )
