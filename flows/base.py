@@ -63,8 +63,9 @@ class PostTrainFlow(FlowSpec):
     """Prepare data, tokenize it, train, evaluate, publish."""
 
     recipes: tuple[str, ...] = ()  # recipes that the flow runs, () for all; a plugin recipe runs in every flow
-    default_config = "configs/tiny/sft.yaml"  # looked up in the folders above the flow's file
+    default_config = "configs/tiny/{recipe}.yaml"  # of the first of `recipes`; in a folder above the flow's file
     at_once: int | None = None  # default of --max-workers: tasks of a run at the same time on this machine
+    publication = staticmethod(stages.publish)  # the work of the step publish
 
     config = Config(
         "config",
@@ -127,7 +128,7 @@ class PostTrainFlow(FlowSpec):
     def publish(self):
         """Publish the model if it passes the publish checks."""
         with cards.publishing(current.card["publish"], self._artifact, stages.page):
-            self._stage(stages.publish)
+            self._stage(self.publication)
         self.next(self.end)
 
     @step
@@ -235,9 +236,11 @@ class PostTrainFlow(FlowSpec):
 
     def _origin_tags(self, words: Sequence[str]) -> list[str]:
         """Return the tags of the run that is resumed, because Metaflow does not copy them."""
-        given = dict(pairwise(words)).get("--origin-run-id")
-        origin = given or next((word.partition("=")[2] for word in words if word.startswith("--origin-run-id=")), None)
-        origin = origin or get_latest_run_id(lambda *_: None, type(self).__name__)
+        origin = (
+            dict(pairwise(words)).get("--origin-run-id")
+            or next((word.partition("=")[2] for word in words if word.startswith("--origin-run-id=")), None)
+            or get_latest_run_id(lambda *_: None, type(self).__name__)
+        )
         seen = get_namespace()
         namespace(None)
         try:
@@ -248,11 +251,9 @@ class PostTrainFlow(FlowSpec):
             namespace(seen)
 
     def _default(self) -> Path:
+        config = self.default_config.format(recipe=self.recipes[0] if self.recipes else "sft")
         above = Path(inspect.getfile(type(self))).resolve().parents
-        return next(
-            (folder / self.default_config for folder in above if (folder / self.default_config).exists()),
-            Path(self.default_config),
-        )
+        return next((folder / config for folder in above if (folder / config).exists()), Path(config))
 
 
 FromConfig(PostTrainFlow)  # applies to the subclasses; used as a decorator, it would replace the class by itself

@@ -19,8 +19,7 @@ from metaflow.cards import Markdown, ProgressBar, Table, VegaChart, YAMLViewer
 
 from flows.charts import Row, charts, json_lines, read, timeline
 from ptf.artifact import Artifact, evaluated, figure
-from ptf.config import shown
-from ptf.config.schema import Job
+from ptf.config import Job, shown
 from ptf.workspace.credentials import redacted
 
 # shortest pause between updates; the pause is at least a hundred times as long as the last update took, because a card

@@ -8,7 +8,6 @@ class DPOFlow(PostTrainFlow):
     """Direct preference optimisation: prepare, tokenize, train, evaluate, publish."""
 
     recipes = ("dpo",)
-    default_config = "configs/tiny/dpo.yaml"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ class GRPOFlow(PostTrainFlow):
     """GRPO: prepare, tokenize, train, evaluate, publish."""
 
     recipes = ("grpo",)
-    default_config = "configs/tiny/grpo.yaml"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ class KDFlow(PostTrainFlow):
     """Knowledge distillation: prepare, tokenize, train, evaluate, publish."""
 
     recipes = ("kd",)
-    default_config = "configs/tiny/kd.yaml"
 
 
 if __name__ == "__main__":

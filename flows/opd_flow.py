@@ -8,7 +8,6 @@ class OPDFlow(PostTrainFlow):
     """On-policy distillation: prepare, tokenize, train, evaluate, publish."""
 
     recipes = ("opd",)
-    default_config = "configs/tiny/opd.yaml"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ class PPOFlow(PostTrainFlow):
     """PPO: prepare, tokenize, train, evaluate, publish."""
 
     recipes = ("ppo",)
-    default_config = "configs/tiny/ppo.yaml"
 
 
 if __name__ == "__main__":

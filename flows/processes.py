@@ -5,16 +5,15 @@ within the 5 s that Metaflow allows; then Metaflow kills the remaining ones. If 
 the kernel kills its tasks.
 """
 
-import ctypes
 import os
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 
+from ptf.workspace.entry import end_with_parent
+
 RUN = "PTF_RUN_PID"
 ENDS = (signal.SIGTERM, signal.SIGINT)
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def lead() -> None:
@@ -28,15 +27,13 @@ def follow() -> None:
     """Prepare the process of one task."""
     for number in ENDS:
         signal.signal(number, _interrupt)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not _alive(int(os.environ.get(RUN, 0))):
-        sys.exit("the run that started this task has ended")  # it was killed before the call of prctl
+    end_with_parent(int(os.environ[RUN]) if RUN in os.environ else None)
 
 
 def _stop_all(number: int, frame: FrameType | None) -> None:
-    for pid in _children():
-        os.kill(pid, signal.SIGTERM)
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    for pid in children.read_text().split() if children.exists() else ():
+        os.kill(int(pid), signal.SIGTERM)
     _interrupt(number, frame)
 
 
@@ -44,16 +41,3 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     for each in ENDS:
         signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the cleanup
     raise KeyboardInterrupt
-
-
-def _children() -> list[int]:
-    listing = Path(f"/proc/self/task/{os.getpid()}/children")
-    return [int(pid) for pid in listing.read_text().split()] if listing.exists() else []
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)  # pid 0, if the variable is not set, is this process group, which exists
-    except ProcessLookupError:
-        return False
-    return True

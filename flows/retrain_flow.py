@@ -1,14 +1,10 @@
 """Retraining on a schedule or an event: `python flows/retrain_flow.py run --config configs/tiny/retrain.yaml`."""
 
-# metaflow makes `current.card` at run time:
-# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from metaflow import step
 
-from metaflow import card, current, step
-
-from flows import cards
 from flows.base import PostTrainFlow
 from ptf.config import Job
-from steps import retrain, stages
+from steps import retrain
 
 
 class RetrainFlow(PostTrainFlow):
@@ -16,6 +12,7 @@ class RetrainFlow(PostTrainFlow):
     most `publish.max_regression` worse. For any recipe."""
 
     default_config = "configs/tiny/retrain.yaml"
+    publication = staticmethod(retrain.publish)
 
     @step
     def prepare(self):
@@ -27,14 +24,6 @@ class RetrainFlow(PostTrainFlow):
             {"news": self.tokenize, "nothing": self.end},  # pyright: ignore[reportArgumentType]
             condition="found",
         )
-
-    @card(type="blank", id="publish", refresh_interval=0)
-    @step
-    def publish(self):
-        """Publish the model unless it is worse than the published version by more than `publish.max_regression`."""
-        with cards.publishing(current.card["publish"], self._artifact, stages.page):
-            self._stage(retrain.publish)
-        self.next(self.end)
 
     @step
     def end(self):

@@ -8,7 +8,6 @@ class RMFlow(PostTrainFlow):
     """A reward model: prepare, tokenize, train, evaluate, publish."""
 
     recipes = ("rm",)
-    default_config = "configs/tiny/rm.yaml"
 
 
 if __name__ == "__main__":

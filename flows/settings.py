@@ -4,8 +4,8 @@ The resources of steps are configuration, so the source of a flow names none. pt
 from the directory where they are installed.
 """
 
-import importlib.util
 from collections.abc import Iterator, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +40,21 @@ class FromConfig(FlowMutator):
 
     def pre_mutate(self, mutable_flow: MutableFlow) -> None:
         """Add the decorators of the config's section `flow`."""
-        config = dict(mutable_flow.configs).get("config") or {}
-        flow = config.get("flow") or {}
+        flow = (dict(mutable_flow.configs).get("config") or {}).get("flow") or {}
         by_stage = flow.get("stages") or {}
         for name, step in mutable_flow.steps:
             for decorator, arguments in decorators(by_stage.get(name.removesuffix("_first")) or {}).items():
                 step.add_decorator(decorator, deco_kwargs=arguments, duplicates=MutableStep.OVERRIDE)
-        if flow.get("cron"):
-            mutable_flow.add_decorator("schedule", deco_kwargs={"cron": flow["cron"]}, duplicates=MutableFlow.OVERRIDE)
-        if flow.get("event"):
-            mutable_flow.add_decorator("trigger", deco_kwargs={"event": flow["event"]}, duplicates=MutableFlow.OVERRIDE)
+        for decorator, key in (("schedule", "cron"), ("trigger", "event")):
+            if flow.get(key):
+                mutable_flow.add_decorator(decorator, deco_kwargs={key: flow[key]}, duplicates=MutableFlow.OVERRIDE)
 
     def add_to_package(self) -> list[tuple[str, str, ContentType]]:
         """Return the files that a task on another machine imports and reads, with their names in the code package, its
         working directory."""
         files: list[tuple[str, str, ContentType]] = []
         for name in PACKAGED:
-            spec = importlib.util.find_spec(name)
-            assert spec is not None
-            assert spec.origin is not None
-            files += _below(Path(spec.origin).parent)
+            files += _below(Path(str(resources.files(name))))
         checkout = Path(__file__).parents[1]
         if (checkout / "pyproject.toml").is_file():  # the config of a `job:` path is read on the step's machine
             files += _below(checkout / "configs")

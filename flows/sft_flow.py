@@ -8,7 +8,6 @@ class SFTFlow(PostTrainFlow):
     """Supervised fine-tuning: prepare, tokenize, train, evaluate, publish."""
 
     recipes = ("sft",)
-    default_config = "configs/tiny/sft.yaml"
 
 
 if __name__ == "__main__":
