@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(error)
 
 
-def console(file: TextIO | None = None, *, width: int | None = None, highlight: bool = True) -> "Console":
+def console(file: TextIO | None = None, *, width: int | None = None, **options: Any) -> "Console":
     """Return a console on `file` (None: standard output), `width` columns wide where that is no terminal.
 
     It prints texts as they stand: `:x:` in a path or a message is no picture.
@@ -65,7 +65,7 @@ def console(file: TextIO | None = None, *, width: int | None = None, highlight: 
     from rich.console import Console
 
     width = None if (file or sys.stdout).isatty() else width
-    return Console(file=file, width=width, highlight=highlight, emoji=False)
+    return Console(file=file, width=width, emoji=False, **options)
 
 
 def _job(options: argparse.Namespace, *more: str) -> "Job":
@@ -87,8 +87,7 @@ def check(options: argparse.Namespace) -> int:
     from ptf.config.plugin_checks import load_checked
     from ptf.inspection.places import missing
 
-    more = None if options.skip_paths else missing
-    job = load_checked(*options.config, overrides=options.set, more=more)
+    job = load_checked(*options.config, overrides=options.set, more=None if options.skip_paths else missing)
     with only_ours(not options.dry_run):  # rewards may print
         found = ptf.check(job, dry_run=options.dry_run, paths=not options.skip_paths)
     text = dump(job) if not options.dry_run else ""
@@ -225,9 +224,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def write_page(options: argparse.Namespace, show: "Callable[[Console], None]") -> None:
     """Write what `show` prints on a terminal into the file `--html`, as one page that loads nothing."""
-    from rich.console import Console
-
-    screen = Console(record=True, file=io.StringIO(), force_terminal=True, width=180, highlight=False, emoji=False)
+    screen = console(io.StringIO(), width=180, highlight=False, record=True, force_terminal=True)
     screen.print(f"{' '.join(options.config)}\n", style="bold", markup=False)
     show(screen)
     storage.write_text(options.html, screen.export_html(code_format=PAGE))
@@ -304,7 +301,7 @@ def _print_cases(model: str, cases: "list[Case]", as_json: bool) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    out, passed = console(width=180), bool(cases) and all(case.passed for case in cases)
+    passed = bool(cases) and all(case.passed for case in cases)
     if as_json:
         found = {"model": model, "cases": [asdict(case) for case in cases], "passed": passed}
         sys.stdout.write(json.dumps(found) + "\n")
@@ -318,9 +315,7 @@ def _print_cases(model: str, cases: "list[Case]", as_json: bool) -> int:
             table.add_row(*map(Text, cells), style=None if found.passed else "red")
         more = [f"and {len(case.problems) - 5} more (--json has all)"] if len(case.problems) > 5 else []
         lines += [f"{case.mesh or number}: {line}" for line in (*case.problems[:5], *more, *case.notes)]
-    out.print(table)
-    for line in lines:
-        out.print(line, markup=False, highlight=False)
+    console(width=180).print(table, *lines, sep="\n", markup=False, highlight=False)
     verdict, style = ("pass", "green") if passed else ("fail", "red")
     console().print(f"{model}: {verdict}", style=style, markup=False, highlight=False, soft_wrap=True)
     return 0 if passed else 1
@@ -377,11 +372,9 @@ def serve(options: argparse.Namespace) -> int:
     """Serve a model until a signal ends it."""
     from ptf.serving.options import ServingOptions
 
-    key = None
-    if options.api_key_env is not None:
-        key = os.environ.get(options.api_key_env)
-        if not key:
-            raise UserError(f"--api-key-env: the environment variable {options.api_key_env} is not set")
+    key = os.environ.get(options.api_key_env or "")
+    if options.api_key_env is not None and not key:
+        raise UserError(f"--api-key-env: the environment variable {options.api_key_env} is not set")
     where = _served(options.where)
     names = ("engine", "max_length", "max_new_tokens", "max_running", "catalogue", "beam")
     serving = ServingOptions(**{name: value for name in names if (value := getattr(options, name)) is not None})
@@ -427,16 +420,13 @@ def publish(options: argparse.Namespace) -> int:
     return 0
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+def _whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number" + (" above 0" if least else ""))
+        return int(text)
 
-
-def _whole(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
+    return read
 
 
 def _number(low: float, high: float) -> Callable[[str], float]:
@@ -542,7 +532,7 @@ publish: publish a trained run; list what is published, or go back
   | --rollback VERSION: point latest.json back to VERSION (default: the version before the current one)
 """
 REPEATED = {"action": "append", "default": []}
-TYPES: dict[str, Callable[[str], Any]] = {"N": _positive, "K": _positive}  # of values by their names; others are texts
+TYPES: dict[str, Callable[[str], Any]] = {"N": _whole(1), "K": _whole(1)}  # of values by their names; others are texts
 SETTINGS: dict[str, dict[str, Any]] = {  # of arguments for which there is more to say
     "CONFIG": {"nargs": "+"},
     "--set": REPEATED,
@@ -551,7 +541,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of arguments for which there is more 
     "--gpu-memory-gib": {"type": _number(0.001, 1e6), "default": 80.0},
     "--mfu": {"type": _number(0.001, 1), "default": 0.4},
     "--gpu-type": {"default": "H100"},
-    "--samples": {"type": _whole, "default": 1},
+    "--samples": {"type": _whole(0), "default": 1},
     "--episodes": {"default": 8},
     "--configs": {"default": 12},
     "--seed": {"type": int, "default": 0},
@@ -560,7 +550,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of arguments for which there is more 
     "--precision": {"choices": ["fp32", "bf16"], "default": "fp32"},
     "--temperature": {"type": _number(0, 10), "default": 0.7},
     "--top-p": {"type": _number(0.001, 1), "default": 1.0},
-    "--port": {"type": _whole, "default": 8000},
+    "--port": {"type": _whole(0), "default": 8000},
     "--host": {"default": "127.0.0.1"},
     "--engine": {"choices": ["native", "vllm"]},
     "--rollback": {"nargs": "?", "const": ""},

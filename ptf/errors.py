@@ -32,15 +32,12 @@ class Retryable(UserError):
 class Stopped(Retryable):
     """The run stopped before its last step on request, after it had written a checkpoint."""
 
-    def __init__(self, step: int, of: int, place: str) -> None:
-        super().__init__(
+    def __str__(self) -> str:
+        step, of, place = self.args
+        return (
             f"stopped after step {step} of {of}, as requested; its checkpoint is {place}, "
             "and running the job again with the same run name continues from it"
         )
-        self.given = step, of, place
-
-    def __reduce__(self) -> tuple:  # unpickling an exception calls its class with these arguments
-        return Stopped, self.given
 
 
 def is_transient(error: BaseException) -> bool:

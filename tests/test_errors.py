@@ -1,7 +1,6 @@
 """What a user gets wrong: one clear message, a status that is not 0, no traceback, nothing half-written.
 Through the console script's entry."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from ptf.config import load, loads
 from ptf.config.recipes import RECIPES
 from ptf.run import flow_of
 from tests.conftest import ROOT
-from tests.tiny import arithmetic, write_jsonl
+from tests.tiny import arithmetic, configured, write_jsonl
 
 
 @pytest.fixture
@@ -76,8 +75,7 @@ def test_a_model_that_does_not_exist(raw, tmp_path, capfd):
 
 
 def test_a_model_of_an_unknown_family(raw, tmp_path, capfd):
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "qwen9_next"}))
+    configured(tmp_path / "model", model_type="qwen9_next")
     message = told(raw, tmp_path, capfd)
     assert "qwen9_next" in message
     assert "qwen3" in message

@@ -17,7 +17,7 @@ from ptf.config import loads
 from ptf.errors import UserError
 from ptf.model import hub
 from ptf.run import run
-from tests.tiny import arithmetic, checkpoint, write_jsonl
+from tests.tiny import arithmetic, checkpoint, configured, write_jsonl
 
 
 def exact(row: dict, text: str) -> float:
@@ -82,9 +82,7 @@ def check(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tu
 
 
 def quantised(directory: Path, method: str) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4}
-    (directory / "config.json").write_text(json.dumps(config))
+    configured(directory, quantization_config={"quant_method": method, "bits": 4})
 
 
 def as_bin(directory: Path, _: str) -> None:
@@ -137,9 +135,7 @@ def test_a_model_that_training_refuses_is_refused_with_the_same_words(
 
 
 def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused(raw: dict[str, Any], check: Any) -> None:
-    directory = Path(raw["model"]["path"])
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": 5}))
+    configured(Path(raw["model"]["path"]), vocab_size=5)
     status, said = check(raw)
     assert status == 2
     assert "has rows for 5 tokens" in said
@@ -267,9 +263,7 @@ def test_samples_that_are_longer_than_the_model_are_told(
     raw: dict[str, Any], tmp_path: Path, check: Any, capfd: Any
 ) -> None:
     assert "max_position_embeddings" not in check(raw)[1]
-    directory = Path(raw["model"]["path"])
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
+    configured(Path(raw["model"]["path"]), max_position_embeddings=8)
     status, said = check(raw)
     assert status == 0
     assert "beyond the 8 positions" in said

@@ -59,6 +59,13 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
+def configured(directory: Path, **changes: object) -> Path:
+    """Change settings of a checkpoint's config.json."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return directory
+
+
 def codes(*levels: int) -> list[str]:
     """Tokens of semantic ids: <a_0> …, <b_0> …, as many as each level has codes."""
     return [f"<{letter}_{code}>" for letter, size in zip("abc", levels, strict=False) for code in range(size)]
