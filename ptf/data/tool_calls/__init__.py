@@ -19,8 +19,7 @@ The other formats agree with the parsers of those names in vLLM 0.28, apart from
 `benchmarks/results/tool_calls.md` lists one by one.
 """
 
-from ptf.data.tool_calls.detection import format_of
 from ptf.data.tool_calls.protocol import Format, ParsedAnswer, ToolCall
-from ptf.data.tool_calls.registry import FORMATS, parser, parser_of
+from ptf.data.tool_calls.registry import FORMATS, format_of, parser, parser_of
 
 __all__ = ["FORMATS", "Format", "ParsedAnswer", "ToolCall", "format_of", "parser", "parser_of"]

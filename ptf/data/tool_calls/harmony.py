@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptf.data.tool_calls import json_text, openers
-from ptf.data.tool_calls.call_object import MALFORMED
-from ptf.data.tool_calls.protocol import ParsedAnswer, ToolCall, answer
+from ptf.data.tool_calls.protocol import MALFORMED, ParsedAnswer, ToolCall, answer
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptf.data.tool_calls import json_text, openers
-from ptf.data.tool_calls.call_object import MALFORMED, call_of
-from ptf.data.tool_calls.protocol import ParsedAnswer, answer
+from ptf.data.tool_calls.protocol import MALFORMED, ParsedAnswer, answer, call_of
 
 MARKS = ("{", "<|python_tag|>", "<|python_start|>")
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptf.data.tool_calls import json_text, openers
-from ptf.data.tool_calls.call_object import MALFORMED, call_of
-from ptf.data.tool_calls.protocol import ParsedAnswer, ToolCall, answer
+from ptf.data.tool_calls.protocol import MALFORMED, ParsedAnswer, ToolCall, answer, call_of
 from ptf.data.tool_calls.schema_types import json_arguments
 
 MARK = "[TOOL_CALLS]"

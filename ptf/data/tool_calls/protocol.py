@@ -1,8 +1,12 @@
-"""What a parser of tool calls takes and gives."""
+"""What a parser of tool calls takes and gives, and a call that is written as a JSON object."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from ptf.data.tool_calls import json_text
+
+MALFORMED = (*json_text.MALFORMED, TypeError, KeyError)  # what a value that is not a call raises
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +51,15 @@ class Format(Protocol):
 def answer(text: str, content: str, calls: Sequence[ToolCall]) -> ParsedAnswer:
     """Return `content` and the calls; the whole `text` as content where there are no calls."""
     return ParsedAnswer((content if calls else text) or None, tuple(calls))
+
+
+def call_of(value: Any, argument_keys: Sequence[str] = ("arguments",)) -> ToolCall:
+    """Return the call that a JSON value describes; its arguments are under the first of the keys that it has.
+
+    Raises one of MALFORMED where it describes none.
+    """
+    name = value["name"]
+    if not isinstance(name, str) or not name.strip() or not json_text.is_encodable(name):
+        raise TypeError("not the name of a tool")
+    key = next((key for key in argument_keys if key in value), argument_keys[-1])
+    return ToolCall(name, json_text.write(value[key]))

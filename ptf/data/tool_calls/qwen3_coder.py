@@ -45,10 +45,6 @@ class _Body(NamedTuple):
     cut: bool
 
 
-def _trim(value: str) -> str:
-    return value.removeprefix("\n").removesuffix("\n")
-
-
 def _body(text: str, start: int) -> _Body:
     """Read the parameters of the function whose body begins at `start`."""
     values: dict[str, str] = {}
@@ -64,7 +60,7 @@ def _body(text: str, start: int) -> _Body:
             return _Body(values, len(text), cut=True)
         close = end if end.group() else CLOSE.search(text, inside, end.start())
         value_end = close.start() if close else openers.first(text, BORDERS, inside, end.start())
-        values[opened.group(1)] = _trim(text[inside:value_end])
+        values[opened.group(1)] = text[inside:value_end].removeprefix("\n").removesuffix("\n")
         start = close.end() if close else value_end
 
 

@@ -1,11 +1,11 @@
-"""The formats of tool calls by name. Adding one adds a file and a line here."""
+"""The formats of tool calls by name and by chat template. Adding one adds a file and a line here."""
 
 import contextlib
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from ptf.data.tool_calls.detection import format_of
 from ptf.data.tool_calls.glm import Glm
 from ptf.data.tool_calls.harmony import Harmony
 from ptf.data.tool_calls.hermes import Hermes
@@ -29,6 +29,34 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "harmony": Harmony(),
     }
 )
+
+MARKS = (  # of a chat template, which is searched and not rendered: the first whose marks are all in it
+    ("harmony", ("<|channel|>commentary", "functions.")),
+    ("glm47", ("{function-name}<arg_key>",)),
+    ("glm45", ("<arg_key>", "<arg_value>")),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("hermes", ("<tool_call>", "arguments")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama4_pythonic", ("<|header_start|>", "func_name")),
+    ("llama3_json", ("<|start_header_id|>", '"parameters": ')),
+    ("llama3_json", ("<|header_start|>", '"parameters": ')),
+)
+
+
+def format_of(chat_template: str) -> str | None:
+    """Return the name of the format in which a template writes tool calls; None if it takes no tools.
+
+    Raises UserError if it takes tools and writes calls in no known form: the user must then give the name.
+    """
+    if not re.search(r"\btools\b", chat_template):
+        return None
+    for name, marks in MARKS:
+        if all(mark in chat_template for mark in marks):
+            return name
+    raise UserError(
+        "the chat template takes tools, but writes calls in none of the formats that ptf detects "
+        f"({', '.join(dict.fromkeys(name for name, _ in MARKS))}); give the name of the model's format"
+    )
 
 
 def parser(name: str) -> Format:

@@ -18,8 +18,15 @@ ALIASES = {  # types that people write in schemas, which JSON schema does not ha
     "bool": "boolean",
     "dict": "object",
 }
-TYPES_OF_VALUES = ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (list, "array"))
-TYPES_OF_VALUES = (*TYPES_OF_VALUES, (dict, "object"), (type(None), "null"))  # in order: a bool is an int
+TYPES_OF_VALUES = {  # in order: a bool is an int
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
 
 
 def properties_of(tools: Sequence[Mapping[str, Any]] | None, name: str) -> Mapping[str, Any]:
@@ -48,7 +55,8 @@ def text_arguments(values: Mapping[str, str], tools: Sequence[Mapping[str, Any]]
 def json_arguments(value: Any, text: str, tools: Sequence[Mapping[str, Any]] | None, name: str) -> str:
     """Return `text`, the JSON of arguments, unless their schemas change a value; then the JSON of the new ones."""
     fitted = _fit(value, {"properties": properties_of(tools, name)})
-    return text if _same(fitted, value) and json_text.is_encodable(text) else json_text.write(fitted)
+    same = json.dumps(fitted) == json.dumps(value)
+    return text if same and json_text.is_encodable(text) else json_text.write(fitted)
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
@@ -66,7 +74,7 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _type_of(value: Any) -> str:
-    return next(name for kind, name in TYPES_OF_VALUES if isinstance(value, kind))
+    return next(name for kind, name in TYPES_OF_VALUES.items() if isinstance(value, kind))
 
 
 def of_text(text: str, types: set[str]) -> Any:
@@ -115,7 +123,3 @@ def _fit(value: Any, schema: Any) -> Any:
     if untyped or value is None or own in types or (own == "integer" and "number" in types):
         return value
     return of_text(value if isinstance(value, str) else json.dumps(value), types)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return json.dumps(one) == json.dumps(other)
