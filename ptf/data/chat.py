@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -265,9 +266,7 @@ def served_turn(
     shown as it would be served.
     """
 
-    def fail(what: str) -> UserError:
-        return _refusal(i, tokenizer, what)
-
+    fail = partial(_refusal, i, tokenizer)
     if i == 0:
         raise fail(
             "the assistant speaks first, so there is no prompt to answer; put a system or user message before it"
@@ -326,9 +325,7 @@ def _turn(
 ) -> AssistantSpan:
     """Return turn i up to where a server would stop, from the ids of its prompt and of prompt and response."""
 
-    def fail(what: str) -> UserError:
-        return _refusal(i, tokenizer, what)
-
+    fail = partial(_refusal, i, tokenizer)
     if not context:
         raise fail("nothing comes before the response, so all of the sample would be trained")
     # Where a token spans the end of the prompt, a server never sees that token: it continues the prompt's ids.
@@ -338,10 +335,13 @@ def _turn(
     end = next((k for k in range(len(context), len(ids)) if ids[k] in stops), None)
     if end is None:
         raise fail(f"no end-of-turn token; known ones are {[tokenizer.decode([k]) for k in tokenizer.stop_ids]}")
-    rest = tokenizer.decode_again(tuple(ids[end + 1 :])).strip() if any(k not in stops for k in ids[end + 1 :]) else ""
+    rest, known = ids[end + 1 :], tokenizer.follows(calls)
+    said = [k for k in rest if k not in stops]
     if (
-        rest != tokenizer.follows(calls).strip()
-        and tokenizer.decode([k for k in ids[end + 1 :] if k not in stops]).strip()
+        said
+        and rest != known
+        and tokenizer.decode(rest).strip() != tokenizer.decode(known).strip()
+        and tokenizer.decode(said).strip()
     ):
         raise fail(f"the end-of-turn token {tokenizer.decode([ids[end]])!r} stands inside the response")
     return AssistantSpan(ids[: end + 1], len(context), weight)

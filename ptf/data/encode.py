@@ -96,7 +96,8 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
         raise UserError(f"`opening` must be a number above 0, not {str(opening)[:60]!r}")
     values = row.get("values") or {}
     if not isinstance(values, dict) or not all(
-        isinstance(v, list) and len(v) == len(events) and all(_is_number_or_none(x) for x in v) for v in values.values()
+        isinstance(v, list) and len(v) == len(events) and all(x is None or finite(x) for x in v)
+        for v in values.values()
     ):
         raise UserError(
             f"`values` must be {{name: [a number or null for each of the {len(events)} events]}}, "
@@ -122,11 +123,6 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
         for name, v in values.items()
     }
     return [(Sample(np.array(tokens, np.int32), np.array(weights, np.float32), source, token_columns),)]
-
-
-def _is_number_or_none(x: Any) -> bool:
-    """Return whether a value is null or a finite number."""
-    return x is None or finite(x)
 
 
 def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from json.encoder import encode_basestring  # a string as JSON
 from typing import Any
 
 from ptf.data.probes import PROBES
@@ -20,23 +19,16 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
     backend = getattr(hf, "backend_tokenizer", None)
     backend_config = json.loads(backend.to_str()) if backend is not None else {}
     model = backend_config.get("model", {})
-    vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):  # what `get_vocab` converts once more, where no two tokens have one id
-        vocabulary |= {token["content"]: token["id"] for token in backend_config.get("added_tokens") or ()}
-    if not isinstance(vocabulary, dict) or len(vocabulary) != len(hf):
-        vocabulary = hf.get_vocab()
-    # what `_digest` would take, made without JSON objects
-    pairs = [f"[{encode_basestring(token)}, {vocabulary[token]}]" for token in sorted(vocabulary)]
     steps = {name: backend_config.get(name) for name in ("normalizer", "pre_tokenizer", "added_tokens")}
     facts = {
+        "vocabulary": sorted(hf.get_vocab().items()),
         "merges": model.get("merges"),
         "special tokens": dict(sorted(hf.special_tokens_map.items())),
         "chat template": hf.chat_template,
         # How a text is split into pieces, and how the pieces are joined.
         "steps": steps | {key: value for key, value in model.items() if key not in ("vocab", "merges")},
     }
-    identity: dict[str, Any] = {"vocabulary": hashlib.sha256(f"[{', '.join(pairs)}]".encode()).hexdigest()}
-    identity |= {name: _digest(fact) for name, fact in facts.items()}
+    identity: dict[str, Any] = {name: _digest(fact) for name, fact in facts.items()}
     identity["probes"] = [[text, hf(text, add_special_tokens=False)["input_ids"]] for text in PROBES]
     if rendering.facts:  # without such settings the fingerprint does not depend on them
         identity["rendering"] = rendering.facts

@@ -27,10 +27,8 @@ ROLES = {  # what the `from` of messages {from, value}, or a `role`, stands for;
     **dict.fromkeys(("gpt", "assistant", "model", "bot", *CALLS), "assistant"),
     **dict.fromkeys(("observation", "tool", "tool_response", "function", "ipython"), "tool"),
 }
-PLAIN = ("system", "user", "assistant", "tool", "developer")  # roles that stand for themselves
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 THOUGHTS = ("reasoning_content", "thinking")
-CONVERTED_KEYS = frozenset((*MEDIA, "tool_calls", "function_call", *THOUGHTS))
 TURN = re.compile(r"\n\n(Human|Assistant):")
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -66,7 +64,7 @@ def normalize_messages(value: Any, name: str, columnar: bool = False) -> Any:
         return value
     if value and all(isinstance(m, dict) and "role" not in m and {"input", "output"} <= m.keys() for m in value):
         return _pairs(value, name)
-    messages = [m if _is_plain(m) else _message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
+    messages = [_message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
     return _with_calls_joined(value, messages) if any(map(_is_call, value)) else messages
 
 
@@ -88,16 +86,6 @@ def _with_calls_joined(value: Sequence[Message], messages: Sequence[Message]) ->
         else:
             joined.append(message)
     return joined
-
-
-def _is_plain(message: Any) -> bool:
-    """Return whether a message is {role, content} and needs no conversion, as most are."""
-    return (
-        isinstance(message, dict)
-        and message.get("role") in PLAIN
-        and isinstance(message.get("content"), str)
-        and CONVERTED_KEYS.isdisjoint(message)
-    )
 
 
 def _message(message: Any, where: str, columnar: bool) -> Message:

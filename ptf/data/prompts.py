@@ -2,9 +2,8 @@
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from ptf.data.kinds import shaped
 from ptf.data.mixture import Mixture
 from ptf.data.order import ORDER, Ordered, PartitionSource, raise_if_other_order
 from ptf.data.quarantine import FAULTS, reason_of
-from ptf.data.sources.blocks import Row
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
 from ptf.data.stream import Shuffle, settle
@@ -27,22 +25,7 @@ from ptf.errors import UserError
 def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Yield every prompt of a source once, in file order; its position is its index."""
     for index, place in enumerate(rows_once(Reader(spec.path), spec.limit)):
-        yield _prompt(partial(_shaped, place, spec), place.where, name, tokenizer, index)
-
-
-def _shaped(place: RawRow, spec: SourceSpec) -> Row:
-    """Return a row under ptf's names."""
-    return shaped(place.read(), spec.columns, "prompt", place.block.columnar)
-
-
-def _prompt(shape: Callable[[], Row], where: str, name: str, tokenizer: Tokenizer, index: int) -> Prompt:
-    """Encode the row that `shape` returns as a prompt; raise UserError with its place for a bad row."""
-    row: Row = {}
-    try:
-        row = shape()
-        return replace(encode_prompt(row, tokenizer, name, index), where=where)
-    except FAULTS as e:
-        raise UserError(f"{where} (source {name}): {reason_of(e, row)}") from (None if isinstance(e, UserError) else e)
+        yield _prompt(_text(place, spec, name), tokenizer, index)
 
 
 class _PromptRow(NamedTuple):
@@ -56,6 +39,29 @@ class _PromptRow(NamedTuple):
     rows: float = 1.0
 
 
+def _text(row: RawRow, spec: SourceSpec, source: str) -> _PromptRow:
+    """Return a row as text; raise UserError with its place for a bad row."""
+    place = row.epoch, row.file, row.number, row.row
+    try:
+        values = shaped(row.read(), spec.columns, "prompt", row.block.columnar)
+        return _PromptRow(json.dumps(values), row.where, source, place, row.epoch)
+    except FAULTS as e:
+        raise UserError(f"{row.where} (source {source}): {reason_of(e, {})}") from (
+            None if isinstance(e, UserError) else e
+        )
+
+
+def _prompt(row: _PromptRow, tokenizer: Tokenizer, index: int) -> Prompt:
+    """Encode a row as a prompt; raise UserError with its place for a bad row."""
+    values = json.loads(row.text)
+    try:
+        return replace(encode_prompt(values, tokenizer, row.source, index), where=row.where)
+    except FAULTS as e:
+        raise UserError(f"{row.where} (source {row.source}): {reason_of(e, values)}") from (
+            None if isinstance(e, UserError) else e
+        )
+
+
 class _PromptRows:
     """Stream[_PromptRow]: the rows of a source as text."""
 
@@ -63,16 +69,7 @@ class _PromptRows:
         self._name, self._source, self._spec = name, source, spec
 
     def __next__(self) -> _PromptRow:
-        return self._text(next(self._source))
-
-    def _text(self, row: RawRow) -> _PromptRow:
-        place = row.epoch, row.file, row.number, row.row
-        try:
-            return _PromptRow(json.dumps(_shaped(row, self._spec)), row.where, self._name, place, row.epoch)
-        except FAULTS as e:
-            raise UserError(f"{row.where} (source {self._name}): {reason_of(e, {})}") from (
-                None if isinstance(e, UserError) else e
-            )
+        return _text(next(self._source), self._spec, self._name)
 
     def dump(self, rows: Sequence[_PromptRow]) -> np.ndarray:
         """Return the places and checksums of rows, [rows, 5] int32."""
@@ -85,7 +82,7 @@ class _PromptRows:
         by_place: dict[tuple[int, ...], _PromptRow] = {}
         for key in sorted({tuple(place) for place in places.tolist()}):
             epoch, file, number, row, checksum = key
-            by_place[key] = text = self._text(self._source.at(file, number, row, epoch))
+            by_place[key] = text = _text(self._source.at(file, number, row, epoch), self._spec, self._name)
             if zlib.crc32(text.text.encode()) - (1 << 31) != checksum:
                 raise UserError(
                     f"{text.where} is not what it was when the checkpoint was written: "
@@ -132,9 +129,9 @@ class Prompts:
         return {name: ordered.rows for name, ordered in self.orders.items()}
 
     def __next__(self) -> Prompt:
-        row: Any = next(self._mixer)
+        row = next(self._mixer)
         self._index += 1
-        return _prompt(lambda: json.loads(row.text), row.where, row.source, self._tokenizer, self._index - 1)
+        return _prompt(row, self._tokenizer, self._index - 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last prompt, written out."""

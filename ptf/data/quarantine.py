@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ptf.data.sources.json_values import levels
 from ptf.errors import UserError
 
 FEW = 1000  # rows; the share of bad rows is taken of at least this many
@@ -43,17 +44,10 @@ def reason_of(error: BaseException, row: Any) -> str:
 
 def _half_character(value: Any) -> str | None:
     """Return a text with a lone surrogate inside the value: JSON can hold one, UTF-8 cannot."""
-    level = [value]
-    while level:
+    for level in levels(value):
         for text in level:
             if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
                 return text
-        level = [
-            inner
-            for v in level
-            if isinstance(v, dict | list)
-            for inner in ((*v, *v.values()) if isinstance(v, dict) else v)
-        ]
     return None
 
 
@@ -91,10 +85,9 @@ class Quarantine:
             self._written.add(row.where)
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("ab+") as out:
+                torn = file.read_bytes()[-1:] not in (b"", b"\n")  # it ends inside a line
                 out.write(
-                    b"\n" * _torn(file)
-                    + json.dumps(asdict(row), ensure_ascii=False).encode(errors="backslashreplace")
-                    + b"\n"
+                    b"\n" * torn + json.dumps(asdict(row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
                 )
 
 
@@ -107,8 +100,3 @@ def rows_in(file: Path) -> list[BadRow]:
         except (ValueError, TypeError):
             continue
     return rows
-
-
-def _torn(file: Path) -> bool:
-    """Return whether a file ends inside a line."""
-    return file.stat().st_size > 0 and file.read_bytes()[-1:] != b"\n"

@@ -25,8 +25,6 @@ from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer, write_tokeni
 from ptf.errors import UserError
 from ptf.storage.hub import at_revision
 
-MOST_DECODED = 256  # texts that a tokenizer keeps
-
 
 class Tokenizer:
     """The tokenizer of a model: encoding, decoding, chat rendering, and what ends a turn."""
@@ -93,11 +91,9 @@ class Tokenizer:
         """Drop the cached properties, which depend on the vocabulary and the chat template."""
         self.last_encoded = ("", [])
         for name in (
-            "_decoded",
             "_unknown",
             "_is_plain",
             "_closings",
-            "_following",
             "_text_arguments",
             "stop_ids",
             "cuts",
@@ -188,19 +184,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids, special tokens included."""
         return self.hf.decode(np.asarray(ids, dtype=np.int64).tolist(), clean_up_tokenization_spaces=False)
-
-    def decode_again(self, ids: tuple[int, ...]) -> str:
-        """Return `decode` of ids that come again and again, such as those after an end-of-turn token."""
-        if (text := self._decoded.get(ids)) is None:
-            text = self.decode(ids)
-            if len(self._decoded) < MOST_DECODED:
-                self._decoded[ids] = text
-        return text
-
-    @cached_property
-    def _decoded(self) -> dict[tuple[int, ...], str]:
-        """Return the texts that `decode_again` has decoded."""
-        return {}
 
     @cached_property
     def longest_token(self) -> int:
@@ -295,22 +278,15 @@ class Tokenizer:
         """
         return self._closings["call" if calls else "answer"].borrowed
 
-    def follows(self, calls: bool) -> str:
-        """Return what the template writes after the stop token of a conversation's last turn.
+    def follows(self, calls: bool) -> list[int]:
+        """Return the ids that the template writes after the stop token of a conversation's last turn.
 
-        It does not depend on the turn's content. It is a line break, an end of the document, or (Command-R) the next
+        They do not depend on the turn's content. They are a line break, an end of the document, or (Command-R) the next
         generation prompt.
         """
-        return self._following["call" if calls else "answer"]
-
-    @cached_property
-    def _following(self) -> dict[str, str]:
-        """Return `follows` of a response and of a tool call."""
-        following = {}
-        for kind, closing in self._closings.items():
-            end = next((n for n, i in enumerate(closing.last) if i in self.stop_ids), len(closing.last))
-            following[kind] = self.decode(closing.last[end + 1 :])
-        return following
+        last = self._closings["call" if calls else "answer"].last
+        end = next((n for n, i in enumerate(last) if i in self.stop_ids), len(last))
+        return last[end + 1 :]
 
     @cached_property
     def _closings(self) -> dict[str, Closing]:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.probes import PROBES
-from ptf.data.tokenizer import MOST_DECODED, Tokenizer
+from ptf.data.tokenizer import Tokenizer
 from ptf.data.tokenizer_files import PLAIN_CLASSES, PLAIN_FAMILIES, tokenizer_class
 from ptf.errors import UserError
 from tests.child import run_python
@@ -239,14 +239,3 @@ def test_a_process_imports_no_more_of_transformers_than_it_needs(characters: Tok
     run = [sys.executable, "-c", code]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == "[]"
     assert all(name in sys.modules for name in HEAVY[:1])  # negative control: this file asks for AutoTokenizer
-
-
-def test_texts_that_are_decoded_again_are_few_and_forgotten_with_the_vocabulary(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer("abc", tmp_path)
-    a, b = tokenizer.encode("ab")
-    every = [tuple([a] * n + [b]) for n in range(MOST_DECODED + 9)]
-    for _ in range(2):
-        assert [tokenizer.decode_again(ids) for ids in every] == [tokenizer.decode(ids) for ids in every]
-    assert len(tokenizer._decoded) == MOST_DECODED
-    tokenizer.add(["<new>"])
-    assert not tokenizer._decoded

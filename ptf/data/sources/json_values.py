@@ -7,7 +7,7 @@ in, so each of them becomes what `datasets` gives back, and what JSON lines woul
 import json
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
@@ -39,11 +39,12 @@ def parsed(text: str | bytes, object_type: type[dict] | None = None) -> Any:
 
 
 def levels(value: Any) -> Iterator[list[Any]]:
-    """Yield the values inside of no object or list, then those inside of one, of two, and so on."""
+    """Yield the values inside of no object or list, then the keys and values inside of one, of two, and so on."""
     level = [value]
     while level:
         yield level
-        level = [x for v in level if isinstance(v, dict | list) for x in (v.values() if isinstance(v, dict) else v)]
+        inside = ((*v, *v.values()) if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
+        level = list(chain.from_iterable(inside))
 
 
 @lru_cache(maxsize=4096)
