@@ -1,6 +1,7 @@
 """Errors that are addressed to the user. The message is complete, so it is printed without a traceback."""
 
 import errno
+import importlib.util
 import traceback
 
 
@@ -49,6 +50,12 @@ def is_transient(error: BaseException) -> bool:
         word in str(error) for word in ("EADDRINUSE", "address already in use", "Address already in use")
     )
     return taken or isinstance(error, Retryable | Lost | ConnectionError)
+
+
+def raise_if_missing(package: str, extra: str) -> None:
+    """Raise UserError with the command that installs the package, if it is missing. The package is not imported."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"the package {package} is not installed: pip install 'ptf[{extra}]'")
 
 
 def raise_if_custom_code(path: object, error: Exception) -> None:

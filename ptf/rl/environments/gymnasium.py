@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ptf.errors import UserError
-from ptf.rl.environments.extras import raise_if_missing
+from ptf.errors import UserError, raise_if_missing
 from ptf.rl.environments.protocol import Message, StepResult
 from ptf.rl.environments.seeds import seed_of_row
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ptf.config import Plugin
 from ptf.data.tool_calls import ToolCall, parser
-from ptf.rl.environments.extras import raise_if_missing
+from ptf.errors import raise_if_missing
 from ptf.rl.environments.mcp_connection import McpConnection, transport
 from ptf.rl.environments.protocol import Message, StepResult
 from ptf.rl.rewards import concurrent

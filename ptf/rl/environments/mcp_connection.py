@@ -13,8 +13,6 @@ from ptf.errors import UserError
 from ptf.rl.endpoint.confined import confined
 from ptf.rl.loopback import mounts
 
-Tool = Mapping[str, Any]  # as in chat completions
-
 
 def transport(command: Sequence[str], url: str | None, env: Mapping[str, str], headers: Mapping[str, str]) -> Any:
     """Return the library's transport to a command or to a URL. Raises UserError unless there is exactly one of them."""
@@ -44,7 +42,7 @@ class McpConnection:
 
     def __init__(self, server: Any, timeout_s: float) -> None:
         self.server, self.timeout_s = server, timeout_s
-        self.tools: list[Tool] = []
+        self.tools: list[Mapping[str, Any]] = []  # as in chat completions
         self.client: Any = None
         self.opened = asyncio.Event()
         self.task = asyncio.create_task(self._hold())

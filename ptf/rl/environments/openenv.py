@@ -13,8 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ptf.config import Plugin, plugin
-from ptf.errors import UserError
-from ptf.rl.environments.extras import raise_if_missing
+from ptf.errors import UserError, raise_if_missing
 from ptf.rl.environments.protocol import Message, StepResult
 from ptf.rl.environments.seeds import seed_of_row
 

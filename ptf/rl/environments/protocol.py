@@ -60,10 +60,7 @@ class EpisodeState:
 
     number: int
     process: WorkerProcess
-    row: Mapping[str, Any]
-    seed: int
-    texts: list[str] = field(default_factory=list)  # of the policy, one for each turn
-    replies: list[Any] = field(default_factory=list)
+    asked: list[tuple[tuple, Any]] = field(default_factory=list)  # each question with its reply
     present: bool = False  # whether the environment exists in its process, as far as is known
 
 
@@ -78,9 +75,8 @@ def checked_step(result: Any) -> Any:
     if not valid:
         return Fault(f"the reward of a step is {result.reward!r}")
     given = result.environment_messages
-    messages: list[Any] = list(given) if isinstance(given, Sequence) else [None]
-    if result.policy_message is not None:
-        messages.append(result.policy_message)
+    own = {} if result.policy_message is None else result.policy_message
+    messages: list[Any] = [*given, own] if isinstance(given, Sequence) else [None]
     if not all(isinstance(message, Mapping) for message in messages):
         return Fault(f"the messages of a step are {str(given)[:60]!r}")
     return result
@@ -110,15 +106,13 @@ class Environments:
     async def reset(self, row: Mapping[str, Any], seed: int) -> tuple[EpisodeState, list[Message], Any]:
         """Start an environment; return it, its first messages, and its tools. Raises EnvironmentFault."""
         number = next(self.numbers)
-        state = EpisodeState(number, self.processes[number % len(self.processes)], dict(row), seed)
-        messages, tools = await self._ask(state, None)
+        state = EpisodeState(number, self.processes[number % len(self.processes)])
+        messages, tools = await self._ask(state, ("reset", number, dict(row), seed))
         return state, messages, tools
 
     async def step(self, state: EpisodeState, text: str) -> StepResult:
         """Return the result of the policy's text. Raises EnvironmentFault."""
-        result = await self._ask(state, text)
-        state.texts.append(text)
-        return result
+        return await self._ask(state, ("step", state.number, text))
 
     async def end(self, state: EpisodeState) -> None:
         """Discard the environment."""
@@ -131,13 +125,13 @@ class Environments:
             self.reported = True
             print(f"the environment {self.plugin.use} failed, and the episode is tried again: {reason}", flush=True)
 
-    async def _ask(self, state: EpisodeState, text: str | None) -> Any:
-        """Return the reply to `text`, or with None to `reset`; a failed request is repeated with a replayed
-        environment. Raises EnvironmentFault."""
+    async def _ask(self, state: EpisodeState, question: tuple) -> Any:
+        """Return the reply to a question; a failed one is repeated with a replayed environment. Raises
+        EnvironmentFault."""
         failures = losses = 0
         alone = False
         while True:
-            reply = await self._ask_once(state, text, alone)
+            reply = await self._ask_once(state, question, alone)
             if isinstance(reply, Fault) and reply.crowded and not alone:
                 reply = Lost(suspect=True)
             if isinstance(reply, Lost) and losses < MOST_LOSSES:  # it is not known to be at fault
@@ -146,7 +140,7 @@ class Environments:
             if isinstance(reply, Lost):
                 reply = Fault(f"its process ended {losses} times")
             if not isinstance(reply, Fault):
-                state.replies.append(reply)
+                state.asked.append((question, reply))
                 return reply
             state.present = False  # the environment may be in any state, so it is replayed
             self._report(reply.reason)
@@ -157,37 +151,27 @@ class Environments:
             failures += 1
             self.retried += 1
 
-    async def _ask_once(self, state: EpisodeState, text: str | None, alone: bool) -> Any:
+    async def _ask_once(self, state: EpisodeState, question: tuple, alone: bool) -> Any:
         """Return the reply, a Fault, or Lost; the environment is replayed first if it does not exist."""
 
         async def ask(question: tuple) -> Any:
-            return await asyncio.wrap_future(state.process.ask(question, alone=alone))
+            reply = await asyncio.wrap_future(state.process.ask(question, alone=alone))
+            return Lost(suspect=False) if isinstance(reply, Gone) else reply  # it died between two questions
 
-        reset = ("reset", state.number, state.row, state.seed)
-        if text is None:
-            reply = await ask(reset)
-            state.present = not isinstance(reply, Fault | Lost)
-            return checked_reset(reply) if state.present else reply
-        for _ in range(MOST_LOSSES):
-            if not state.present:
-                questions = [reset, *(("step", state.number, earlier) for earlier in state.texts)]
-                for question, before in zip(questions, state.replies, strict=True):
-                    reply = await ask(question)
-                    if isinstance(reply, Gone):  # the process died between two of these questions
-                        return Lost(suspect=False)
-                    if isinstance(reply, Fault | Lost):
-                        return reply
-                    if repr(reply) != repr(before):
-                        return Fault(
-                            "replayed after its process died, it did not give the same replies as before; "
-                            "all randomness in it must come from its seed"
-                        )
-                state.present = True
-            reply = await ask(("step", state.number, text))
-            if not isinstance(reply, Gone):
-                return reply if isinstance(reply, Fault | Lost) else checked_step(reply)
-            state.present = False  # its process died between two turns
-        return Fault(f"its process ended {MOST_LOSSES} times")
+        for earlier, before in [] if state.present else state.asked:
+            reply = await ask(earlier)
+            if isinstance(reply, Fault | Lost):
+                return reply
+            if repr(reply) != repr(before):
+                return Fault(
+                    "replayed after its process died, it did not give the same replies as before; "
+                    "all randomness in it must come from its seed"
+                )
+        reply = await ask(question)
+        if isinstance(reply, Fault | Lost):
+            return reply
+        state.present = True
+        return checked_reset(reply) if question[0] == "reset" else checked_step(reply)
 
     def take_retries(self) -> int:
         """Return how many requests were retried since the last call; the next fault is printed again."""

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ptf.errors import UserError
-from ptf.rl.environments.extras import raise_if_missing
+from ptf.errors import UserError, raise_if_missing
 from ptf.rl.rewards.concurrent import one_by_one
 
 raise_if_missing("reasoning_gym", "reasoning-gym")

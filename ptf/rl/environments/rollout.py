@@ -37,8 +37,7 @@ class EnvironmentRollout:
         finally:
             if state is not None:
                 await self.environments.end(state)
-        generations = [call.generation for call in policy.calls]
-        text = transcript(generations, policy.tokenizer)
+        text = transcript([call.generation for call in policy.calls], policy.tokenizer)
         return policy.trajectory(outcome, turn_rewards=rewards, text=text, complete=complete)
 
     async def _take_turns(
@@ -55,11 +54,9 @@ class EnvironmentRollout:
                 if turn and messages[-1]["role"] == "assistant":
                     raise UserError("the environment is not done, but returned no message for the policy to answer")
                 context = policy.context(messages, tools)  # pyright: ignore[reportArgumentType]
-            except NoRoom as error:
-                if turn:
-                    return Reward(reward), False
-                return NoResult(f"{what}: {error}"), False
             except UserError as error:
+                if turn and isinstance(error, NoRoom):
+                    return Reward(reward), False
                 return NoResult(f"{what}: {error}"), False
             call = await policy.generate(context)
             result = await self.environments.step(state, call.text)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ptf.config import Plugin, plugin
-from ptf.errors import UserError
-from ptf.rl.environments.extras import raise_if_missing
+from ptf.errors import UserError, raise_if_missing
 from ptf.rl.environments.protocol import Message, StepResult
 from ptf.rl.environments.seeds import seed_of_row
 
@@ -26,23 +25,6 @@ def replace_states(states: tuple[Any, Any]) -> tuple[Any, Any]:
     random.setstate(states[0])
     np.random.set_state(states[1])
     return before
-
-
-class GlobalRandomness:
-    """States of Python's and numpy's global generators, from which the library draws, made from a seed: each game has
-    its own. No other thread may use the generators while they are in place."""
-
-    def __init__(self, seed: int) -> None:
-        self.states: tuple[Any, Any] = (random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state())
-
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Let the block draw from these states, where the last such block ended; then restore the others."""
-        others = replace_states(self.states)
-        try:
-            yield
-        finally:
-            self.states = replace_states(others)
 
 
 class TextArena:
@@ -74,16 +56,32 @@ class TextArena:
         self.opponent = plugin.bind(Plugin(**opponent)) if opponent else None
         self.seed = seed_of_row(row, seed)
         self.rng = random.Random(f"opponent/{self.seed}")  # of the opponents
-        self.randomness = GlobalRandomness(self.seed)
+        # of the global generators, from which the library draws: each game has its own
+        self.states: tuple[Any, Any] = (
+            random.Random(self.seed).getstate(),
+            np.random.RandomState(self.seed % 2**32).get_state(),
+        )
         self.received: list[list[str]] = [
             [] for _ in range(players)
         ]  # by each player; what the agent has read is removed
+
+    @contextlib.contextmanager
+    def own_randomness(self) -> Iterator[None]:
+        """Let the block draw from the game's states, where the last such block ended; then restore the others.
+
+        No other thread may use the global generators meanwhile.
+        """
+        others = replace_states(self.states)
+        try:
+            yield
+        finally:
+            self.states = replace_states(others)
 
     def reset(self) -> Sequence[Message]:
         """Return the game's first messages; opponents who move first have moved."""
         import textarena
 
-        with self.randomness.in_place():
+        with self.own_randomness():
             self.game = self.core = textarena.make(self.id, **self.make)
             while isinstance(self.core, textarena.Wrapper):  # wrappers of observations repeat the whole conversation
                 self.core = self.core.env
@@ -94,7 +92,7 @@ class TextArena:
 
     def step(self, text: str) -> StepResult:
         """Make the agent's move, and those of the opponents until the agent's next one."""
-        with self.randomness.in_place():
+        with self.own_randomness():
             if self.game.step(action=text)[0] or self.others_move():
                 return StepResult(reward=float(self.game.close()[0][self.player]), done=True)
             return StepResult(self.new_messages())
