@@ -147,10 +147,11 @@ def recomputed(row: Row) -> float:
     """Return the reward of a stored response: of the code by its tests, of an agent by the turns' text."""
     from coder_rows import reward_of  # pyright: ignore[reportMissingImports]
 
+    from ptf.rl.event_loop import run_coroutine
     from ptf.rl.rewards import code
 
     if "tests" in row["row"]:
-        return code(row["row"], row["response"])
+        return run_coroutine(code(row["row"], row["response"]))
     text = "".join(token for token, *_ in row["tokens"])
     return reward_of(row["row"], text.split("<|im_end|>")[: row["turns"]])
 

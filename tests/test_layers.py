@@ -86,7 +86,7 @@ PACKAGES = {
         "ptf/data/token_file.py",
     ],
     "fsspec": ["ptf/storage/store.py"],
-    "httpx": ["ptf/storage/hub.py", "ptf/publish/publishing.py", "ptf/rl/rewards/json_endpoint.py"],
+    "httpx": ["ptf/storage/hub.py", "ptf/publish/publishing.py", "ptf/rl/rewards/server_reward.py"],
     "s3fs": ["ptf/storage/store.py"],
     "pydantic": ["ptf/config/*", "ptf/recipes/online.py", "ptf/recipes/*/config.py"],
     "gymnasium": ["ptf/rl/environments/gymnasium.py"],

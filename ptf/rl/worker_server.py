@@ -187,7 +187,7 @@ class RewardCalls:
 
     def __init__(self, what: Plugin, timeout_s: float) -> None:
         self.signature = RewardSignature.of(plugin.resolve(what.use), what.args)
-        self.function = overlapping.asynchronous(what)
+        self.function = overlapping.reward_of(what)
         overlapping.first_lines(what)  # its checks of this machine run now, because the first call has a time limit
         self.timeout_s = timeout_s
         self.is_coroutine = overlapping.is_asynchronous(self.function)

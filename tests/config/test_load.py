@@ -15,7 +15,7 @@ from ptf.config.foreign_names import FOREIGN, hint
 from ptf.config.schema import jobs as jobs_by_name
 from ptf.config.section import Section
 from ptf.config.tree import Node, SourceLocation, _over, merge, parse
-from ptf.rl.rewards.concurrent import asynchronous
+from ptf.rl.rewards.concurrent import reward_of
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
 GRPO = (
@@ -656,7 +656,7 @@ def test_a_plug_is_its_callable_with_args_bound():
     assert plugin.resolve("json:dumps") is json.dumps
     assert plugin.bind(Plugin(use="json:dumps", args={"indent": 1}))([1]) == "[\n 1\n]"
     append = Plugin(use="tests.config.test_load:appended", args={"to": []})
-    for bound in (plugin.bind(append), asynchronous(append)):
+    for bound in (plugin.bind(append), reward_of(append)):
         assert [bound(1), bound(2), bound(3, to=[0])] == [[1], [2], [0, 3]]
 
 

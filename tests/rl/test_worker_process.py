@@ -53,14 +53,6 @@ def test_32_plain_calls_are_in_one_process_at_once() -> None:
         assert rewards.score([({}, "")] * 32) == [Reward(1.0)] * 32
 
 
-def test_32_calls_of_a_sum_whose_parts_wait_are_in_one_process_at_once() -> None:
-    """A plain part runs in a thread, so it does not keep the coroutine of another call waiting."""
-    parts = [{"use": "tests.rl.overlapping:waits"}, {"use": "tests.rl.overlapping:together", "weight": 0.5}]
-    plugin = Plugin(use="ptf.rl.rewards:weighted", args={"parts": parts})
-    with contextlib.closing(RewardWorkers(plugin, timeout_s=40.0, retries=0)) as rewards:
-        assert rewards.score([({}, "")] * 32) == [Reward(1.5)] * 32
-
-
 @pytest.mark.parametrize("name", ["Together", "TogetherAsync"])
 def test_32_episodes_are_in_one_process_at_once(name: str) -> None:
     with environments_of(name) as environments:

@@ -120,7 +120,7 @@ def test_it_can_be_the_judge_of_a_reward(model, monkeypatch):
         )
         with pytest.raises(UnreadableReply) as caught:  # its weights are random
             await judge({"prompt": "1+1?"}, "2")
-        return str(caught.value), judge.endpoint.shown
+        return str(caught.value), judge.shown
 
     message = JudgePrompt("{prompt} {response}").filled({"prompt": "1+1?"}, "2", "")
     said = Chat(str(model), max_new_tokens=12, temperature=0.0).answer(message)

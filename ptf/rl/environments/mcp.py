@@ -3,7 +3,6 @@
 `environment: {use: ptf.rl.environments.mcp:Mcp, args: {command: [my-server], reward: {use: ptf.rl.rewards:exact}}}`.
 """
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +44,7 @@ class Mcp:
         self.row, self.timeout_s, self.most = row, timeout_s, max_result_characters
         self.server = transport(command, url, env or {}, headers or {})
         self.format, self.turn = parser(format), 0
-        self.reward = concurrent.asynchronous(Plugin(**reward))
+        self.reward = concurrent.reward_of(Plugin(**reward))
         self.tools: list[Mapping[str, Any]] = []
         self.connection: McpConnection | None = None
 
@@ -60,14 +59,13 @@ class Mcp:
         """Call the tools that the text names and return their results; score a text that calls none."""
         answer = self.format.parse(text, self.tools)
         if not answer.tool_calls:
-            return StepResult(reward=await self.score(text), done=True)
+            return StepResult(reward=await concurrent.overlapping_call(self.reward, self.row, text), done=True)
         self.turn += 1
         own, results = list[Message](), list[Message]()
         for number, call in enumerate(answer.tool_calls):
             ids = f"{self.turn:05d}{number:04d}"  # of nine characters, which some templates insist on
             own.append({"type": "function", "id": ids, "function": {"name": call.name, "arguments": call.arguments}})
-            result = await self.result(call)
-            results.append({"role": "tool", "tool_call_id": ids, "name": call.name, "content": result})
+            results.append({"role": "tool", "tool_call_id": ids, "name": call.name, "content": await self.result(call)})
         return StepResult(
             results, policy_message={"role": "assistant", "content": answer.content or "", "tool_calls": own}
         )
@@ -83,14 +81,6 @@ class Mcp:
         text = await self.connection.call(call.name, arguments)
         left = len(text) - self.most
         return text if left <= 0 else f"{text[: self.most]}\n[{left} more characters]"
-
-    async def score(self, text: str) -> float:
-        """Return the reward of the last response; functions that do not overlap run in the event loop."""
-        if concurrent.is_asynchronous(self.reward):
-            return await self.reward(self.row, text)
-        if concurrent.max_concurrent_calls(self.reward) == 1:
-            return self.reward(self.row, text)
-        return await asyncio.to_thread(self.reward, self.row, text)
 
     async def close(self) -> None:
         """End the connection and the command."""

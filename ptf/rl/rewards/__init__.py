@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 DEFINED_IN = {  # name in this package → where it is defined: module and name
-    **{name: ("functions", name) for name in ("brevity", "code", "code_async", "exact", "mathematics", "numeric")},
+    **{name: ("functions", name) for name in ("brevity", "code", "exact", "mathematics", "numeric")},
     "http": ("http_reward", "HttpReward"),
     "http_batch": ("http_reward", "HttpBatchReward"),
     "judge": ("judge_reward", "JudgeReward"),

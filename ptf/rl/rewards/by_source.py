@@ -1,18 +1,17 @@
 """The rewards of a job: one of all sources, or one for each of several."""
 
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ptf.data.trajectory import Group, NoResult, Reward, Trajectory
 from ptf.rl.rewards.scoring import RewardWorkers, Scoring, responses_left_to
 
 
+@dataclass(frozen=True)
 class Rewards:
     """Rewards and the factors on them, by source; the one of all sources has the name ""."""
 
-    def __init__(self, by_source: Mapping[str, tuple[RewardWorkers, float]]) -> None:
-        self.by_source = dict(by_source)
+    by_source: Mapping[str, tuple[RewardWorkers, float]]
 
     @property
     def score_whole_groups(self) -> bool:
@@ -29,7 +28,7 @@ class Rewards:
             workers.close()
 
 
-class GroupScoring:
+class GroupScoring(Scoring):
     """Groups that are scored while others are still generated.
 
     `add` is called with each group as soon as it is there, from any thread; `finish` returns all of them with their
@@ -38,52 +37,31 @@ class GroupScoring:
     """
 
     def __init__(self, rewards: Rewards | None) -> None:
+        super().__init__()
         self.by_source = rewards.by_source if rewards else {}
-        self.lock = threading.Lock()
-        self.scorings: dict[str, Scoring] = {}
-        self.places: dict[int, tuple[str, int]] = {}  # number of a group → its reward, and its place there
-
-    def __enter__(self) -> "GroupScoring":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for scoring in self.scorings.values():
-            scoring.__exit__()
+        self.weights: dict[int, float] = {}  # number of a group → the factor on its rewards
 
     def add(self, number: int, group: Group) -> None:
-        """Begin to score a group, which has this number among all groups."""
-        source = group[0].prompt.source
-        source = source if source in self.by_source else ""
-        if source not in self.by_source:
-            return
-        workers, _ = self.by_source[source]
-        responses = responses_left_to(workers, group)
-        with self.lock:
-            if number in self.places:  # a replica that was replaced gave it before
-                return
-            scoring = self.scorings.setdefault(source, Scoring(workers))
-            self.places[number] = (source, len(scoring.groups))
-            scoring.add(responses)
+        """Begin to score a group, which has this number among all groups.
+
+        A replica that was replaced may have given it before.
+        """
+        reward = self.by_source.get(group[0].prompt.source, self.by_source.get(""))
+        if reward is not None:
+            workers, self.weights[number] = reward
+            self.ask(number, workers, responses_left_to(workers, group))
 
     def finish(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups with their outcomes."""
         for number, group in enumerate(groups):
             self.add(number, group)
-        outcomes = {source: scoring.finish() for source, scoring in self.scorings.items()}
         scored = list(groups)
-        for number, (source, place) in self.places.items():
-            _, weight = self.by_source[source]
-            rest = iter(outcomes[source][place])  # of the responses that have no outcome from their rollout function
-            scored[number] = tuple(
-                t if t.outcome is not None else _with_outcome(t, next(rest), weight) for t in groups[number]
-            )
+        for number, outcomes in self.outcomes().items():
+            weight, group = self.weights[number], groups[number]
+            # of the responses that have no outcome from their rollout function
+            rest = (Reward(weight * one.value) if isinstance(one, Reward) else one for one in outcomes)
+            scored[number] = tuple(t if t.outcome is not None else replace(t, outcome=next(rest)) for t in group)
         return scored
-
-
-def _with_outcome(t: Trajectory, outcome: Reward | NoResult, weight: float) -> Trajectory:
-    if isinstance(outcome, Reward) and weight != 1:
-        outcome = Reward(weight * outcome.value)
-    return replace(t, outcome=outcome)
 
 
 def score_groups(rewards: Rewards | None, groups: Sequence[Group]) -> list[Group]:

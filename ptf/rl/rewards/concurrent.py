@@ -1,40 +1,18 @@
 """How many calls of a reward or of an environment overlap in one process (ptf.rl.worker_server).
 
 They are 256 of an `async def`, up to 64 of a plain function, in threads, and as many as its attribute
-`max_concurrent_calls` says, if it has one.
+`max_concurrent_calls` says, if it has one."""
 
-A function may have an equivalent coroutine function, which is used instead (`concurrent`).
-"""
-
+import asyncio
 import functools
 import inspect
-import os
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ptf.config import Plugin, plugin
-from ptf.workspace.credentials import resolved
 
 COROUTINES = 256  # of a coroutine function without an attribute `max_concurrent_calls`
 THREADS = 64  # of a plain function without one
-
-
-def concurrent(
-    coroutine: Callable[..., Coroutine[Any, Any, float]],
-    lines: Callable[..., Iterable[str]],
-) -> Callable[[Callable], Callable]:
-    """Declare `coroutine` as the coroutine function that computes the same reward as the decorated function.
-
-    As many of its calls overlap as this process has cores. `lines` is called with the reward's arguments and returns
-    the first lines that a run prints about it; it raises UserError if the reward cannot be used on this machine.
-    """
-
-    def mark(function: Callable) -> Callable:
-        vars(function).update(asynchronous=coroutine, first_lines=lines)
-        vars(coroutine).update(max_concurrent_calls=lambda **_: len(os.sched_getaffinity(0)))
-        return function
-
-    return mark
 
 
 def one_by_one(function: Callable) -> Callable:
@@ -46,19 +24,15 @@ def one_by_one(function: Callable) -> Callable:
     return function
 
 
-def asynchronous(what: Plugin) -> Callable[..., Any]:
-    """Return the reward with its arguments bound, as a coroutine function where it is one or has one.
-
-    Of a class it is an instance, constructed with the arguments.
-    """
-    target = plugin.resolve(what.use)
-    target = getattr(target, "asynchronous", target)
-    bound = plugin.Bound(target, **resolved(what.args, what.use))
-    return bound() if isinstance(target, type) else bound
+def reward_of(what: Plugin) -> Callable[..., Any]:
+    """Return the reward with its arguments bound; of a class an instance, constructed with the arguments."""
+    bound = plugin.bind(what)
+    return bound() if isinstance(plugin.resolve(what.use), type) else bound
 
 
 def first_lines(what: Plugin) -> list[str]:
-    """Return the first lines that a run prints about this reward. Raises UserError if it cannot be used here."""
+    """Return the first lines that a run prints about this reward: what its attribute `first_lines` returns for its
+    arguments, if it has one, which raises UserError if the reward cannot be used on this machine."""
     lines = getattr(plugin.resolve(what.use), "first_lines", None)
     return list(lines(**what.args)) if lines else []
 
@@ -78,3 +52,13 @@ def is_asynchronous(function: Callable) -> bool:
     own = function.func if isinstance(function, functools.partial) else function
     method = getattr(type(own), "__call__", None)  # noqa: B004
     return getattr(own, "is_coroutine", inspect.iscoroutinefunction(own) or inspect.iscoroutinefunction(method))
+
+
+async def overlapping_call(function: Callable, *arguments: Any, **keywords: Any) -> Any:
+    """Return what a reward returns to one of several calls in an event loop: a plain function runs in a thread, or in
+    the loop if its calls must not overlap."""
+    if is_asynchronous(function):
+        return await function(*arguments, **keywords)
+    if max_concurrent_calls(function) == 1:
+        return function(*arguments, **keywords)
+    return await asyncio.to_thread(function, *arguments, **keywords)

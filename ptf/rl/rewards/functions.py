@@ -2,13 +2,13 @@
 
 import logging
 import math
+import os
 import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ptf.rl.event_loop import run_coroutine
-from ptf.rl.rewards.concurrent import concurrent, one_by_one
+from ptf.rl.rewards.concurrent import one_by_one
 from ptf.rl.rewards.sandbox.run_tests import run_tests, sandbox_line
 
 
@@ -49,7 +49,7 @@ def mathematics(row: Mapping[str, Any], text: str, *, column: str = "answer", af
     return float(verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0))
 
 
-async def code_async(
+async def code(
     row: Mapping[str, Any],
     text: str,
     *,
@@ -60,17 +60,6 @@ async def code_async(
     memory_mib: int = 512,
     sandbox: str = "auto",
 ) -> float:
-    """Run the unit tests of `code` in the sandbox without blocking the event loop, and return what `code` does."""
-    sandbox_line(sandbox)
-    options = {"setup": row[setup] if setup else None, "entry": str(row[entry]) if entry else None}
-    verdict = await run_tests(last_block(text), row[column], **options, seconds=seconds, memory_mib=memory_mib)
-    if verdict.value is None:
-        raise ValueError(verdict.why)
-    return verdict.value
-
-
-@concurrent(code_async, lambda *, sandbox="auto", **_: [sandbox_line(sandbox)])
-def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
     """Return 1.0 if the response's Python (`last_block`) passes the tests in the row's `column`; else 0.0.
 
     The tests are a string or a list of strings. Rows whose tests are empty, assert nothing, never call the response's
@@ -79,9 +68,26 @@ def code(row: Mapping[str, Any], text: str, **args: Any) -> float:
     `setup`: a column of code that runs before the tests. `entry`: a column with the name of the function to write.
     `seconds` of CPU time and `memory_mib` are limits of each process; `sandbox: strict` refuses the mode `subreaper`,
     which isolates least. Tests and response are two processes, separate from each other and from this one
-    (ptf.rl.rewards.sandbox). A coroutine awaits `code_async` instead.
+    (ptf.rl.rewards.sandbox).
     """
-    return run_coroutine(code_async(row, text, **args))
+    sandbox_line(sandbox)
+    verdict = await run_tests(
+        last_block(text),
+        row[column],
+        setup=row[setup] if setup else None,
+        entry=str(row[entry]) if entry else None,
+        seconds=seconds,
+        memory_mib=memory_mib,
+    )
+    if verdict.value is None:
+        raise ValueError(verdict.why)
+    return verdict.value
+
+
+vars(code).update(
+    first_lines=lambda *, sandbox="auto", **_: [sandbox_line(sandbox)],
+    max_concurrent_calls=lambda **_: len(os.sched_getaffinity(0)),
+)
 
 
 def last_block(text: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ptf.errors import UserError
-from ptf.rl.rewards.http_reward import ServerReward, raise_if_no_count
 from ptf.rl.rewards.judge_prompt import JudgePrompt, nonce_of
+from ptf.rl.rewards.server_reward import ServerReward, raise_if_no_count
 
 NONCE = "{nonce}"  # in the form of a score: characters that no response can contain
 BOXED = r"\\boxed\{\s*([-+]?\d+(?:\.\d+)?)\s*,\s*{nonce}\s*\}"
@@ -51,7 +51,10 @@ class JudgeReward(ServerReward):
             raise UserError("samples: several judgements are the same at temperature 0: give a temperature above 0")
         if not isinstance(self.model, str):
             raise UserError(f"model: it must be the name of a model of the server, not {self.model!r}")
-        self.endpoint = self.endpoint_at(completions_url(self.url), self.api_key_env)
+        super().__post_init__()
+        parts = urlsplit(self.url)
+        self.url = parts._replace(path=f"{parts.path.rstrip('/')}/chat/completions").geturl()
+        self.bearer_from_env = self.api_key_env
         self.template, self.range = JudgePrompt(self.prompt), checked_scale(self.scale)
         self.pattern = checked_pattern(BOXED if self.score is None else self.score)
         if self.score is not None and NONCE in self.score and "nonce" not in self.template.names:
@@ -60,26 +63,23 @@ class JudgeReward(ServerReward):
         fields = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
         fields |= self.parameters or {}
         self.fields = {name: value for name, value in fields.items() if value is not None}
+        self.asks = f"responses are judged by {self.fields['model']} at"
 
     async def __call__(self, row: Mapping[str, Any], text: str) -> float:
         """Return the mean score. Raises RequestFault, UnreadableReply, or ValueError if the row lacks a column."""
         nonce = nonce_of(text)
         closing = self.closing.replace(NONCE, nonce)
         message = self.template.filled(row, text, closing)
-        calls = (self._judgement(message, closing, nonce) for _ in range(self.samples))
-        scores = await asyncio.gather(*calls, return_exceptions=True)
-        values = []
-        for score in scores:
-            if isinstance(score, BaseException):
-                raise score
-            values.append(score)
-        return sum(values) / len(values)
+        calls = [asyncio.ensure_future(self._judgement(message, closing, nonce)) for _ in range(self.samples)]
+        await asyncio.gather(*calls, return_exceptions=True)  # all have ended before the fault of one is raised
+        scores = [call.result() for call in calls]
+        return sum(scores) / len(scores)
 
     async def _judgement(self, message: str, closing: str, nonce: str) -> float:
         """Return one score, scaled."""
         messages = [{"role": "user", "content": message}]
         for attempt in range(self.retries + 1):
-            reply = await self.endpoint.post({**self.fields, "messages": messages})
+            reply = await self.post({**self.fields, "messages": messages})
             try:
                 return self.score_of(reply, nonce)
             except UnreadableReply:
@@ -95,7 +95,7 @@ class JudgeReward(ServerReward):
         """Return the scaled score of a server's reply. Raises UnreadableReply."""
         content = content_of(reply)
         if content is None:
-            raise UnreadableReply(f"the reply is no chat completion: {self.endpoint.shown(str(reply))}")
+            raise UnreadableReply(f"the reply is no chat completion: {self.shown(str(reply))}")
         if reply["choices"][0].get("finish_reason") == "length":
             raise UnreadableReply(f"the judge's reply was truncated at max_tokens: {self._end(content)}")
         found = re.findall(self.pattern.replace(NONCE, nonce), without_thinking(content))
@@ -112,17 +112,12 @@ class JudgeReward(ServerReward):
 
     def _end(self, content: str) -> str:
         """Return the end of a reply, for a message."""
-        return f"…{self.endpoint.shown(content[-100:])}"
+        return f"…{self.shown(content[-100:])}"
 
     @classmethod
     def first_lines(cls, **args: Any) -> list[str]:
         """Return the first line that a run prints about the judge. Raises UserError if it cannot be used here."""
-        judge = cls(**args)
-        judge.endpoint.raise_if_unusable()
-        name = judge.fields["model"]
-        address, most = judge.endpoint.address, judge.max_concurrent_calls
-        lines = [f"reward: responses are judged by {name} at {address}, up to {most} at once"]
-        return [*lines, *(f"reward: {line}" for line in cls.check_warnings(**args))]
+        return [*super().first_lines(**args), *(f"reward: {line}" for line in cls.check_warnings(**args))]
 
     @staticmethod
     def check_warnings(*, score: str | None = None, **_: Any) -> list[str]:
@@ -130,14 +125,6 @@ class JudgeReward(ServerReward):
         if score is None or NONCE in score:
             return []
         return [f"score: a response that the judge quotes can match {score!r}; put {NONCE} into it and into the prompt"]
-
-
-def completions_url(url: Any) -> str:
-    """Return the address of chat completions below the base of an API, with the query of the base."""
-    if not isinstance(url, str):
-        return ""  # which JsonEndpoint refuses
-    parts = urlsplit(url)
-    return parts._replace(path=f"{parts.path.rstrip('/')}/chat/completions").geturl()
 
 
 def content_of(reply: Any) -> str | None:
@@ -153,11 +140,10 @@ def checked_scale(scale: Any) -> tuple[float, float] | None:
     """Return the range of scores. Raises UserError unless it is two numbers, the smaller one first, or None."""
     if scale is None:
         return None
-    if not isinstance(scale, Sequence) or len(scale) != 2 or isinstance(scale, str):
+    values = list(scale) if isinstance(scale, Sequence) and not isinstance(scale, str) else [scale]
+    numbers = [x for x in values if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(values) != 2 or len(numbers) != 2 or not numbers[0] < numbers[1]:
         raise UserError(f"scale: it must be [LOWEST, HIGHEST] or null, not {scale!r}")
-    numbers = [x for x in scale if isinstance(x, int | float) and not isinstance(x, bool)]
-    if len(numbers) != 2 or not numbers[0] < numbers[1]:
-        raise UserError(f"scale: it must be [LOWEST, HIGHEST] or null, not {list(scale)!r}")
     return float(numbers[0]), float(numbers[1])
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 from ptf.config import Plugin, plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
@@ -45,14 +45,10 @@ class RewardWorkers:
 
     def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Outcome]:
         """Return the outcomes of responses to different prompts, each a row and a text, in order."""
-        return [outcome for (outcome,) in self.score_groups([[Response(dict(row), text)] for row, text in items])]
-
-    def score_groups(self, groups: Sequence[Sequence[Response]]) -> list[list[Outcome]]:
-        """Return the outcomes of the responses of each group, in order."""
-        with Scoring(self) as scoring:
-            for group in groups:
-                scoring.add(group)
-            return scoring.finish()
+        with Scoring() as scoring:
+            for number, (row, text) in enumerate(items):
+                scoring.ask(number, self, [Response(dict(row), text)])
+            return [outcome for (outcome,) in scoring.outcomes().values()]
 
     def report(self, reason: str, where: str = "") -> None:
         """Print the first fault when it happens, because each later one may take the whole time limit.
@@ -77,75 +73,80 @@ class RewardWorkers:
 
 
 class Scoring:
-    """Responses that are scored as they come, in groups; `finish` returns their outcomes.
+    """Responses that are scored as they come, in groups; `outcomes` returns their outcomes.
 
     A response without a result is scored up to `retries` times more: of a group all are scored again, of a batch those
-    without a result, one by one. `workers.within_s` seconds after `finish` was called, none is scored. `add` may be
-    called from any thread.
+    without a result, one by one. `within_s` seconds after `outcomes` was called, none is scored. `ask` may be called
+    from any thread.
     """
 
-    def __init__(self, workers: RewardWorkers) -> None:
-        self.workers, self.lock = workers, threading.Lock()
-        self.groups: list[list[int]] = []  # the numbers of the responses of each group
-        self.responses: list[Response] = []
-        self.batch: list[int] = []  # that waits for further responses
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.groups: dict[int, list[int]] = {}  # number of a group → the numbers of its responses
+        self.responses: list[tuple[RewardWorkers, Response]] = []
+        self.batches: dict[RewardWorkers, list[int]] = {}  # that wait for further responses
         self.ended = SimpleQueue[Future[Any]]()
         self.waiting: dict[Future[Any], list[int]] = {}
-        workers.reported = False
 
-    def __enter__(self) -> "Scoring":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for future in list(self.waiting):
             future.cancel()
 
-    def add(self, group: Sequence[Response]) -> None:
-        """Begin to score the responses of a group."""
+    def ask(self, number: int, workers: RewardWorkers, group: Sequence[Response]) -> None:
+        """Begin to score the responses of a group; one whose number is known has been asked for."""
         with self.lock:
-            numbers = list(range(len(self.responses), len(self.responses) + len(group)))
-            self.responses += group
-            self.groups.append(numbers)
-            if self.workers.signature.scores == "group":
-                if numbers:
-                    self._ask(numbers)
+            if number in self.groups:
                 return
-            self.batch += numbers
-            while len(self.batch) >= (most := self.workers.signature.max_size):
-                self._ask(self.batch[:most])
-                self.batch = self.batch[most:]
+            numbers = list(range(len(self.responses), len(self.responses) + len(group)))
+            self.responses += [(workers, response) for response in group]
+            self.groups[number] = numbers
+            if workers not in self.batches:
+                self.batches[workers], workers.reported = [], False
+            if workers.signature.scores == "group":
+                self._call(numbers)
+                return
+            self.batches[workers] += numbers
+            while len(self.batches[workers]) >= (most := workers.signature.max_size):
+                self._call(self.batches[workers][:most])
+                self.batches[workers] = self.batches[workers][most:]
 
-    def _ask(self, numbers: list[int]) -> None:
-        call = Call(tuple(self.responses[i] for i in numbers))
+    def _call(self, numbers: list[int]) -> None:
+        """Have one call score these responses; of none there is no call."""
+        if not numbers:
+            return
+        call = Call(tuple(self.responses[i][1] for i in numbers))
         self.waiting[call.future] = numbers
         call.future.add_done_callback(self.ended.put)
-        self.workers.calls.put(call)
+        self.responses[numbers[0]][0].calls.put(call)
 
-    def finish(self) -> list[list[Outcome]]:
-        """Return the outcomes of the responses of each group, in the order in which the groups were added."""
-        until = time.monotonic() + self.workers.within_s
-        if self.batch:
-            self._ask(self.batch)
+    def outcomes(self) -> dict[int, list[Outcome]]:
+        """Return the outcomes of the responses of each group."""
+        until = time.monotonic() + max((workers.within_s for workers in self.batches), default=0.0)
+        for numbers in self.batches.values():
+            self._call(numbers)
         late = NoResult("it was not scored: scoring took longer than compute.timeout_s")
         outcomes: list[Outcome] = [late] * len(self.responses)
         retries = [0] * len(self.responses)
-        most, in_groups = self.workers.retries, self.workers.signature.scores == "group"
         with contextlib.suppress(Empty):  # no more time
             while self.waiting:
                 future = self.ended.get(timeout=max(0.0, until - time.monotonic()))
                 numbers = self.waiting.pop(future)
+                workers, _ = self.responses[numbers[0]]
                 for i, outcome in zip(numbers, outcomes_of(future.result(), len(numbers)), strict=True):
                     outcomes[i] = outcome
                     if isinstance(outcome, NoResult):
-                        self.workers.report(outcome.reason, self.responses[i].where)
-                failed = [i for i in numbers if isinstance(outcomes[i], NoResult) and retries[i] < most]
+                        workers.report(outcome.reason, self.responses[i][1].where)
+                failed = [i for i in numbers if isinstance(outcomes[i], NoResult) and retries[i] < workers.retries]
                 # the responses of a group are scored again in one call, others one by one
-                for call in [failed] if in_groups and failed else [[i] for i in failed]:
-                    self.workers.retried += len(call)
+                for call in [failed] if workers.signature.scores == "group" else [[i] for i in failed]:
+                    workers.retried += len(call)
                     for i in call:
                         retries[i] += 1
-                    self._ask(call)
-        return [[outcomes[i] for i in numbers] for numbers in self.groups]
+                    self._call(call)
+        return {number: [outcomes[i] for i in numbers] for number, numbers in self.groups.items()}
 
 
 def outcomes_of(reply: Any, count: int) -> list[Outcome]:
@@ -158,9 +159,8 @@ def outcomes_of(reply: Any, count: int) -> list[Outcome]:
 def responses_left_to(workers: RewardWorkers, group: Group) -> list[Response]:
     """Return the responses of a group that its rollout function left to the reward."""
     row = dict(group[0].prompt.row)  # one object, which is sent once for a whole group
-    sees_episodes = workers.signature.sees_episodes
     return [
-        Response(row, t.text, EpisodeView.of(t) if sees_episodes else None, t.prompt.where)
+        Response(row, t.text, EpisodeView.of(t) if workers.signature.sees_episodes else None, t.prompt.where)
         for t in group
         if t.outcome is None
     ]

@@ -1,6 +1,5 @@
 """The weighted sum of several rewards, each of which scores one response at a time."""
 
-import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,13 @@ from ptf.config import Plugin, plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
 from ptf.errors import UserError
 from ptf.rl.rewards.calls import checked_reward
-from ptf.rl.rewards.concurrent import asynchronous, first_lines, is_asynchronous, max_concurrent_calls
+from ptf.rl.rewards.concurrent import (
+    first_lines,
+    is_asynchronous,
+    max_concurrent_calls,
+    overlapping_call,
+    reward_of,
+)
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.worker_messages import Fault
 
@@ -27,12 +32,12 @@ class Part:
     def __init__(self, part: Mapping[str, Any]) -> None:
         what = plugin_of(part)
         self.use, self.weight = what.use, float(part.get("weight", 1.0))
-        self.function = asynchronous(what)
+        self.function = reward_of(what)
         self.sees_episode = RewardSignature.of(plugin.resolve(what.use), what.args).sees_episodes
         self.is_coroutine = is_asynchronous(self.function)
         self.max_concurrent_calls = max_concurrent_calls(self.function)
 
-    def call(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> Any:
+    def __call__(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> Any:
         """Call the reward with copies of its own; of a coroutine function the result is a coroutine."""
         row, episode = plugin.own_copy((row, episode))
         return self.function(row, text, **({"episode": episode} if self.sees_episode else {}))
@@ -67,18 +72,12 @@ class WeightedSum:
         """Return the sum for one response."""
         if self.is_coroutine:
             return self._sum_concurrently(row, text, episode)
-        return sum((part.weighed(part.call(row, text, episode)) for part in self.parts), 0.0)
+        return sum((part.weighed(part(row, text, episode)) for part in self.parts), 0.0)
 
     async def _sum_concurrently(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> float:
         total = 0.0
         for part in self.parts:
-            if part.is_coroutine:
-                value = await part.call(row, text, episode)
-            elif part.max_concurrent_calls == 1:
-                value = part.call(row, text, episode)
-            else:
-                value = await asyncio.to_thread(part.call, row, text, episode)
-            total += part.weighed(value)
+            total += part.weighed(await overlapping_call(part, row, text, episode))
         return total
 
     @staticmethod

@@ -114,7 +114,7 @@ def test_answers_are_scored_while_others_are_generated(raw, monkeypatch):
             groups = [group("a", ["x", "xx"]), group("b", ["xxx"])]
             scoring.add(1, groups[1])
             scoring.add(1, groups[1])
-            (early,) = scoring.scorings[""].waiting
+            (early,) = scoring.waiting
             assert early.result(timeout=60) == [3.0], "before the other group is there"
             found = scoring.finish(groups)
     finally:

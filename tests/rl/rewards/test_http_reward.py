@@ -21,8 +21,8 @@ from ptf.errors import UserError
 from ptf.rl.rewards.calls import checked_reward
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.rewards.http_reward import HttpReward
-from ptf.rl.rewards.json_endpoint import LONGEST_WAIT_S, JsonEndpoint, RequestFault, retry_after
 from ptf.rl.rewards.scoring import RewardWorkers
+from ptf.rl.rewards.server_reward import LONGEST_WAIT_S, RequestFault, ServerReward, retry_after
 from ptf.rl.worker_messages import Fault
 from tests.rl.rewards.loopback import Reply, Server, serving
 
@@ -144,7 +144,7 @@ def test_one_request_has_its_own_limit() -> None:
 
 
 def test_the_wait_is_that_of_the_server_or_doubles_and_is_bounded() -> None:
-    endpoint = JsonEndpoint("http://127.0.0.1", wait_s=0.5)
+    endpoint = ServerReward(url="http://127.0.0.1", wait_s=0.5)
     waits = [endpoint._wait(attempt, None) for attempt in range(12)]
     assert all(0.25 * 2**attempt <= wait <= 0.5 * 2**attempt for attempt, wait in enumerate(waits[:6]))
     assert max(waits) <= LONGEST_WAIT_S

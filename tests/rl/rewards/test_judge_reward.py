@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
-from ptf.rl.rewards.json_endpoint import RequestFault
 from ptf.rl.rewards.judge_prompt import JudgePrompt, prompt_of
 from ptf.rl.rewards.judge_reward import JudgeReward, UnreadableReply
 from ptf.rl.rewards.scoring import RewardWorkers
+from ptf.rl.rewards.server_reward import RequestFault
 from tests.rl.rewards.loopback import Reply, Server, serving
 
 PROMPT = "Question: {prompt}\nReference: {row[answer]}\n{response}"
@@ -239,5 +239,5 @@ def test_arguments_that_cannot_be_used_are_refused(args: dict[str, Any], message
 
 def test_the_query_of_the_base_stays_behind_the_path() -> None:
     made = JudgeReward(url="https://host/base/?api-version=1", model="m", prompt=PROMPT)
-    assert made.endpoint.url == "https://host/base/chat/completions?api-version=1"
-    assert made.endpoint.address == "https://host/base/chat/completions"
+    assert made.url == "https://host/base/chat/completions?api-version=1"
+    assert made.address == "https://host/base/chat/completions"

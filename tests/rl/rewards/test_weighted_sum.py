@@ -40,11 +40,12 @@ def test_a_part_sees_the_episode_and_the_others_do_not() -> None:
 
 
 def test_calls_of_a_part_that_must_not_overlap_do_not_beside_others() -> None:
-    """They run in the main thread; those of the other part run in threads, 32 at once."""
-    parts = [{"use": f"{HERE}:in_the_main_thread"}, {"use": "tests.rl.overlapping:together", "weight": 0.5}]
+    """They run in the main thread; those of a plain part run in threads, 32 at once, and keep no coroutine waiting."""
+    parts = [{"use": f"{HERE}:in_the_main_thread"}, {"use": "tests.rl.overlapping:waits"}]
+    parts.append({"use": "tests.rl.overlapping:together", "weight": 0.5})
     plugin = Plugin(use="ptf.rl.rewards:weighted", args={"parts": parts})
     with contextlib.closing(RewardWorkers(plugin, timeout_s=40.0, retries=0)) as rewards:
-        assert rewards.score([({}, "")] * 32) == [Reward(1.5)] * 32
+        assert rewards.score([({}, "")] * 32) == [Reward(2.5)] * 32
     assert WeightedSum(parts=parts[:1]).max_concurrent_calls == 1
     assert WeightedSum(parts=parts[1:]).max_concurrent_calls == 64
 
