@@ -45,10 +45,10 @@ def readable(path: Path) -> None:
 
 
 def main() -> None:
-    from ptf.rl.rewards.sandbox.cells import LIBC, PRIVATE, RECURSIVE, _check, _mount
+    from ptf.rl.rewards.sandbox.cells import LIBC, PRIVATE, RECURSIVE, _mount, checked
 
     uid, *command = sys.argv[1:]
-    _check(LIBC.unshare(0x20000), "unshare")
+    checked(LIBC.unshare(0x20000), "unshare")
     _mount(None, "/", None, RECURSIVE | PRIVATE)
     places = (Path(os.path.realpath(path)) for path in (sys.base_prefix, sys.prefix, Path(__file__).parents[2]))
     for path in sorted(places, key=lambda path: len(path.parts)):  # what lies in another comes with it
@@ -61,8 +61,8 @@ def main() -> None:
     else:
         held = int(Path("/proc/self/status").read_text().split("CapPrm:")[1].split()[0], 16) & ~(1 << CAP_SYS_ADMIN)
         low, high = held & 0xFFFFFFFF, held >> 32
-        _check(LIBC.prctl(24, CAP_SYS_ADMIN, 0, 0, 0), "drop a capability")
-        _check(
+        checked(LIBC.prctl(24, CAP_SYS_ADMIN, 0, 0, 0), "drop a capability")
+        checked(
             LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)),
             "capset",
         )

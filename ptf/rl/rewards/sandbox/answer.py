@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .plain import ANSWER, ARITHMETIC, decode, encode, receive, send
+from .plain import ANSWER, ARITHMETIC, builtin_exception, decode, encode, receive, send
 
 OPERATIONS: dict[str, Callable[..., Any]] = {  # what may be asked of an object besides attributes and calls
     **{
@@ -80,19 +80,11 @@ class Answer:
 
     def exception(self, names: list[str], arguments: list) -> BaseException:
         """Return an exception of the first of these names that Python has."""
-        kind = next(
-            (
-                e
-                for e in (getattr(builtins, name, None) for name in names)
-                if isinstance(e, type) and issubclass(e, Exception)
-            ),
-            Exception,
-        )
-        return kind(*[decode(a, self.received) for a in arguments])
+        return builtin_exception(names)(*[decode(a, self.received) for a in arguments])
 
     def call_back(self, number: int, args: tuple, kwargs: dict) -> Any:
         """Call a function of the tests and return its result."""
-        self.reply(["callback", number, *self.encoded([list(args), kwargs])])
+        send(self.link, ["callback", number, *self.encoded([list(args), kwargs])])
         kind, *rest = self.serve(until="called")
         if kind == "raise":
             raise self.exception(*rest)
@@ -101,10 +93,6 @@ class Answer:
     def encoded(self, values: list) -> list:
         """Return values in the form in which they are sent."""
         return [encode(v, self.reference) for v in values]
-
-    def reply(self, message: Any) -> None:
-        """Send a message to the tests."""
-        send(self.link, message)
 
     def serve(self, until: str = "") -> list:
         """Answer requests; the end of the link, or a message that begins with `until`, ends it."""
@@ -117,9 +105,9 @@ class Answer:
             except BaseException as error:  # SystemExit and KeyboardInterrupt too: the tests are told, and it goes on
                 done = ["raise", [c.__name__ for c in type(error).__mro__], _arguments(error, self.encoded)]
             try:
-                self.reply(done)
+                send(self.link, done)
             except ValueError as error:  # too long
-                self.reply(["raise", ["ValueError"], [str(error)]])
+                send(self.link, ["raise", ["ValueError"], [str(error)]])
 
     def done(self, kind: str, *rest: Any) -> list:
         """Carry out a request and return the reply to it."""

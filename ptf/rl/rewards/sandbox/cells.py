@@ -17,7 +17,7 @@ from math import ceil
 from typing import NamedTuple
 
 from . import syscalls
-from .syscalls import LIBC
+from .syscalls import LIBC, checked
 
 MODES = {  # name: what it is, as a run's first lines say it
     "uid+namespaces": "an unused user id for each, with mount, process and network namespaces",
@@ -134,7 +134,7 @@ def _fork_and_wait(held: Sequence[int]) -> None:
 def _namespaces(cell: Cell) -> None:
     uid, gid = os.getuid(), os.getgid()
     ours = cell.mode == "namespaces"
-    _check(LIBC.unshare(NEW_REST | (NEW_USER if ours else 0)), "unshare")
+    checked(LIBC.unshare(NEW_REST | (NEW_USER if ours else 0)), "unshare")
     if ours:
         for file, text in (("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1"), ("uid_map", f"{uid} {uid} 1")):
             with open(f"/proc/self/{file}", "w") as written:
@@ -171,15 +171,15 @@ def _root(cell: Cell) -> None:
         _mount(f"/dev/{name}", f"{base}/dev/{name}", None, BIND)
     os.symlink("/tmp", f"{base}/dev/shm")
     os.chdir(base)
-    _check(LIBC.pivot_root(b".", b"."), "pivot_root")
-    _check(LIBC.umount2(b".", 2), "umount")
+    checked(LIBC.pivot_root(b".", b"."), "pivot_root")
+    checked(LIBC.umount2(b".", 2), "umount")
     os.chdir("/")
     _mount(None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     given = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
-    _check(LIBC.mount(*given, ctypes.c_ulong(flags), options and options.encode()), f"mount {target}")
+    checked(LIBC.mount(*given, ctypes.c_ulong(flags), options and options.encode()), f"mount {target}")
 
 
 def keep_only(held: Sequence[int]) -> None:
@@ -227,8 +227,8 @@ def confine(cell: Cell, held: Sequence[int]) -> None:
         most = resource.getrlimit(limit)[1]
         value = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (value, value))
-    _check(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()), "capset")
-    _check(LIBC.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    checked(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()), "capset")
+    checked(LIBC.prctl(38, 1, 0, 0, 0), "no_new_privs")
     if not cell.mounts:
         LIBC.prctl(1, signal.SIGKILL)  # setuid forgot it
         if os.getppid() != parent:
@@ -316,9 +316,3 @@ def in_bubblewrap() -> None:
         os._exit(70)
     serve(*[socket.socket(fileno=fd) for fd in kept])
     os._exit(0)
-
-
-def _check(result: int, what: str) -> None:
-    if result:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")

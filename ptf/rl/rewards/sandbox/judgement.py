@@ -75,7 +75,9 @@ def judged(cells: list[Cell], wall_s: float) -> dict[str, Any]:
         for end in (link, theirs, tests_end):
             end.close()
         os.close(trouble)
-        job = line_of(0)
+        job = sys.stdin.buffer.readline()
+        if not job.endswith(b"\n"):
+            raise Gone
         try:
             control.sendall(job)
             verdict = awaited(control, answering, pids, wall_s)
@@ -88,17 +90,6 @@ def judged(cells: list[Cell], wall_s: float) -> dict[str, Any]:
     if wrong := os.read(troubled, 1000):
         return {"error": wrong.decode(errors="replace")}
     return verdict
-
-
-def line_of(fd: int) -> bytes:
-    """Return the next line that is read from a file descriptor. Raise Gone at its end."""
-    data = b""
-    while not data.endswith(b"\n"):
-        part = os.read(fd, 1 << 20)
-        if not part:
-            raise Gone
-        data += part
-    return data
 
 
 def awaited(control: socket.socket, answering: int, pids: dict[int, Cell], wall_s: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ and the contents.
 """
 
 import base64
+import builtins
 import importlib
 import json
 import socket
@@ -161,6 +162,12 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "L": _library,
     "n": _array,
 }
+
+
+def builtin_exception(names: list[str]) -> type[Exception]:
+    """Return the first exception of these names that Python has."""
+    found = (getattr(builtins, str(name), None) for name in names)
+    return next((e for e in found if isinstance(e, type) and issubclass(e, Exception)), Exception)
 
 
 def send(to: socket.socket, message: Any) -> None:

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from .plain import ARITHMETIC, Malformed, decode, encode, receive, send
+from .plain import ARITHMETIC, Malformed, builtin_exception, decode, encode, receive, send
 
 
 class AnswerFault(BaseException):
@@ -89,7 +89,7 @@ class Link:
         if number not in self.remotes:
             if kind == "exception":
                 self.kinds[names[0]] = self.remotes[number] = type(
-                    str(names[0]), (self.builtin(names),), {"__module__": "solution"}
+                    str(names[0]), (builtin_exception(names),), {"__module__": "solution"}
                 )
             else:
                 self.remotes[number] = Remote(self, number, kind == "coroutine")
@@ -111,14 +111,9 @@ class Link:
             "which is neither plain data nor a function"
         )
 
-    def builtin(self, names: list[str]) -> type[Exception]:
-        """Return the first exception of these names that Python has."""
-        found = (getattr(builtins, str(name), None) for name in names)
-        return next((e for e in found if isinstance(e, type) and issubclass(e, Exception)), Exception)
-
     def exception(self, names: list[str], arguments: list) -> Exception:
         """Return an exception of the response's kind, or of the nearest that Python has."""
-        kind = next((self.kinds[name] for name in names if name in self.kinds), None) or self.builtin(names)
+        kind = next((self.kinds[name] for name in names if name in self.kinds), None) or builtin_exception(names)
         try:
             return kind(*arguments)
         except Exception:  # some want arguments of certain types
@@ -213,17 +208,11 @@ class Remote:
     def __iter__(self) -> Iterator[Any]:
         return _operate(self, "iter")
 
-    def __next__(self) -> Any:
-        return _operate(self, "next")
-
     def __contains__(self, value: Any) -> bool:
         return any(item is value or item == value for item in self)
 
     def __instancecheck__(self, thing: Any) -> bool:
         return isinstance(thing, Remote) and bool(_operate(thing, "isinstance", self))
-
-    def __enter__(self) -> Any:
-        return _operate(self, "enter")
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if isinstance(error, AnswerFault | TestsFault | AssertionError):
@@ -269,6 +258,8 @@ def _comparison(name: str) -> Callable:
 
 
 UNARY = (
+    "next",
+    "enter",
     "len",
     "bool",
     "str",

@@ -110,7 +110,7 @@ def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[
         (free & library.keys()) - vars(builtins).keys(),
         free & vars(builtins).keys(),
     ]
-    if entry is not None or own[0] or imports_answer(trees):
+    if entry is not None or own[0] or imports_of_answer(trees)[0]:
         return own[0] | ({entry} if entry else set()), ours | {name: library[name] for name in own[1]}
     either = own[1] or own[2]
     if len(either) == 1:
@@ -123,14 +123,12 @@ def wanted(trees: Sequence[ast.AST], entry: str | None) -> tuple[set[str], dict[
     )
 
 
-def imports_answer(trees: Sequence[ast.AST]) -> bool:
-    """Return whether a program imports the module `solution`."""
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.ImportFrom) and node.module == ANSWER:
-            return True
-        if isinstance(node, ast.Import) and any(alias.name == ANSWER for alias in node.names):
-            return True
-    return False
+def imports_of_answer(trees: Sequence[ast.AST]) -> tuple[bool, set[str]]:
+    """Return whether a program imports the module `solution`, and the names that it imports from it."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    named = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == ANSWER]
+    whole = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names if alias.name == ANSWER]
+    return bool(named or whole), {alias.name for node in named for alias in node.names}
 
 
 def run_tests(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -> dict[str, Any]:
@@ -147,7 +145,8 @@ def run_tests(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -
     reached("answer")
     try:
         link.ask("load", job["answer"])
-        every: dict[str, Any] = link.value("names", sorted(names | names_used(trees)[2] | exported(trees)))
+        asked = names | names_used(trees)[2] | imports_of_answer(trees)[1]
+        every: dict[str, Any] = link.value("names", sorted(asked))
         if not isinstance(every, dict):
             link.failed("its names cannot be read")
     except (AnswerFault, Exception) as error:
@@ -155,14 +154,6 @@ def run_tests(link: Link, job: dict[str, Any], reached: Callable[[str], None]) -
     reached("tests")
     link.first = partial(reached, "answer")
     return run(codes, link, {k: v for k, v in every.items() if k in names}, every, ours, job["entry"])
-
-
-def exported(trees: Sequence[ast.AST]) -> set[str]:
-    """Return the names that the tests import from the module `solution`."""
-    nodes = (
-        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == ANSWER
-    )
-    return {alias.name for node in nodes for alias in node.names}
 
 
 def run(

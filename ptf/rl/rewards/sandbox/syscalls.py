@@ -87,23 +87,26 @@ def forbid(alone: bool) -> None:
     for numbers in [*NUMBERS.values(), *(ALONE.values() if alone else [])]:
         if numbers[column] is not None:
             program += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, EPERM)]
-    # its flags lie in memory; libraries then use clone
-    program += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, ENOSYS)]
     program += [
+        # its flags lie in memory; libraries then use clone
+        (EQUAL, 0, 1, CLONE3[column]),
+        (RETURN, 0, 0, ENOSYS),
         (EQUAL, 0, 4, PRLIMIT[column]),
         (LOAD, 0, 0, 16),
         (EQUAL, 0, 1, 0),
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, EPERM),
+        (EQUAL, 0, 5, CLONE[column]),
+        (LOAD, 0, 0, 16),
+        (ANY_BIT, 0, 1, NEW_NAMESPACES),
+        (RETURN, 0, 0, EPERM),
     ]
-    program += [(EQUAL, 0, 5, CLONE[column]), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, NEW_NAMESPACES), (RETURN, 0, 0, EPERM)]
     program += [(ANY_BIT, 1, 0, CLONE_THREAD), (RETURN, 0, 0, EPERM)] if alone else [(RETURN, 0, 0, ALLOW)] * 2
     program.append((RETURN, 0, 0, ALLOW))
-    instructions = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(instructions)
+    buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     given = struct.pack("@HxxxxxxP", len(program), ctypes.addressof(buffer))
-    _call(LIBC.prctl(38, 1, 0, 0, 0), "no_new_privs")
-    _call(LIBC.prctl(22, 2, given, 0, 0), "seccomp")
+    checked(LIBC.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    checked(LIBC.prctl(22, 2, given, 0, 0), "seccomp")
 
 
 def landlock_version() -> int:
@@ -117,18 +120,19 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str], version: in
     every = (1 << (16 if version >= 5 else 15 if version >= 3 else 13 + version - 1)) - 1
     of_files, reading = every & 0b1100000000000111, 0b1101
     attributes = struct.pack("=QQQ", every, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
-    rules = _call(LIBC.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
+    rules = checked(LIBC.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
     for path, rights in [*((p, reading) for p in readable), *((p, every) for p in writable)]:
         place = os.open(path, os.O_PATH)
         allowed = struct.pack("=Qi", rights if os.path.isdir(path) else rights & of_files, place)
-        _call(LIBC.syscall(445, rules, 1, allowed, 0), f"landlock_add_rule {path}")
+        checked(LIBC.syscall(445, rules, 1, allowed, 0), f"landlock_add_rule {path}")
         os.close(place)
-    _call(LIBC.prctl(38, 1, 0, 0, 0), "no_new_privs")
-    _call(LIBC.syscall(446, rules, 0), "landlock_restrict_self")
+    checked(LIBC.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    checked(LIBC.syscall(446, rules, 0), "landlock_restrict_self")
     os.close(rules)
 
 
-def _call(result: int, what: str) -> int:
+def checked(result: int, what: str) -> int:
+    """Return the result of a call of the kernel. Raises OSError if it failed."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
