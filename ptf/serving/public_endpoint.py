@@ -13,8 +13,7 @@ from ptf.errors import UserError
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import HttpServer
 from ptf.serving.options import ServingOptions
-from ptf.serving.served_model import ServedModel
-from ptf.serving.service import Service
+from ptf.serving.served_model import ServedModel, Service
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -1,7 +1,6 @@
 """Rankings of a catalogue after histories, by a model of events (docs/events.md)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,16 @@ from ptf.events.histories import Basket, Split
 from ptf.events.model_ranking import Ranker, top
 from ptf.events.serialize import HistorySerializer
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
+from ptf.rl.endpoint.http_server import Handle
 from ptf.rl.engines.native import NativeEngine
-from ptf.serving.batches import Batches
-from ptf.serving.service import Handle, body_of
+from ptf.serving.batched_service import BatchedService
 
 MOST = 1024  # histories in a request
 IN_A_BATCH = 64
 LARGEST_K = 1000
 
 
-@dataclass(frozen=True)
-class History:
-    """A history as the model reads it, and the indices of the items in it."""
-
-    tokens: np.ndarray  # [n] int32
-    items: Sequence[int]
-
-
-class RankService:
+class RankService(BatchedService[np.ndarray, np.ndarray]):
     """Ranks the items of a catalogue after histories, which have at most `max_length` tokens.
 
     `serializer` writes histories as the model was trained on; None: its settings are not known, and histories must be
@@ -49,25 +40,21 @@ class RankService:
         beam: int,
         max_length: int,
     ) -> None:
-        self.tokenizer, self.name, self.catalogue, self.serializer = tokenizer, name, catalogue, serializer
+        super().__init__(name, IN_A_BATCH)
+        self.tokenizer, self.catalogue, self.serializer = tokenizer, catalogue, serializer
         self.max_length = max_length
         self.index_of = {item.name: i for i, item in enumerate(catalogue.items)}
         self.ranker = Ranker(engine, catalogue, tokenizer, beam)
-        self.batches: Batches[History, np.ndarray] = Batches(self._scores, IN_A_BATCH)
         self.paths: Mapping[str, Handle] = {"/v1/rank": self._rank}
 
     def example(self) -> tuple[str, dict[str, Any]]:
-        """See Service."""
+        """Return a path and the body of a request that can be tried."""
         item = self.catalogue.items[0]
         one = [{"time": 0, "items": [item.name]}] if self.serializer else f"<start>{item.text}<gap_0>"
         return "/v1/rank", {"model": self.name, "histories": [one], "k": 10}
 
-    async def close(self) -> None:
-        """See Service."""
-        await self.batches.close()
-
     async def _rank(self, request: HttpRequest) -> HttpResponse:
-        given = body_of(request, self.name, ("histories", "k", "new"))
+        given = self.body_of(request, "histories", "k", "new")
         histories, k, new = given.get("histories"), given.get("k", 10), given.get("new", False)
         if not isinstance(histories, list) or not 1 <= len(histories) <= MOST:
             raise HttpError(400, f"histories must be a list of 1 to {MOST} histories", "histories")
@@ -77,20 +64,21 @@ class RankService:
             raise HttpError(400, "new must be true or false", "new")
         read = [self._history(i, history) for i, history in enumerate(histories)]
         rankings = []
-        for history, scores in zip(read, await self.batches(read), strict=True):
+        for (_, items), scores in zip(read, await self.computed([tokens for tokens, _ in read]), strict=True):
             if new:
-                scores[list(history.items)] = -np.inf
+                scores[items] = -np.inf
             best = top(scores, k)
-            names = [self.catalogue.items[i].name for i in best]
-            rankings.append({"items": names, "scores": scores[best].tolist()})
+            rankings.append({"items": [self.catalogue.items[i].name for i in best], "scores": scores[best].tolist()})
         return json_response({"object": "rankings", "model": self.name, "rankings": rankings})
 
-    def _scores(self, histories: Sequence[History]) -> list[np.ndarray]:
-        scores = dict(self.ranker([Prompt(history.tokens, {}, "", i) for i, history in enumerate(histories)]))
-        return [scores[i] for i in range(len(histories))]
+    def compute(self, items: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the scores of all items of the catalogue after each history."""
+        scores = dict(self.ranker([Prompt(tokens, {}, "", i) for i, tokens in enumerate(items)]))
+        return [scores[i] for i in range(len(items))]
 
-    def _history(self, i: int, given: Any) -> History:
-        """Return a history that is given as text, or as baskets with their times. Raises HttpError."""
+    def _history(self, i: int, given: Any) -> tuple[np.ndarray, list[int]]:
+        """Return a history as the model reads it, and the indices of the items in it. It is given as text, or as
+        baskets with their times. Raises HttpError."""
         if isinstance(given, str):
             text, items = given, [self.index_of[item.name] for item in self.catalogue.read(given) if item is not None]
         else:
@@ -105,7 +93,7 @@ class RankService:
                 f"histories[{i}] has {len(tokens)} tokens; {self.max_length} are allowed (--max-length)",
                 "histories",
             )
-        return History(tokens, items)
+        return tokens, items
 
     def _written(self, i: int, given: Any) -> tuple[str, list[int]]:
         """Return the text of a history that is given as baskets, and its items."""

@@ -1,7 +1,6 @@
 """Responses to conversations, as chat completions or in OpenAI's Responses API, sampled as the client asks."""
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, Mapping
@@ -20,17 +19,16 @@ from ptf.rl.endpoint import responses
 from ptf.rl.endpoint.answer_form import answered
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
-from ptf.rl.endpoint.request_exchange import Choice, Exchange, raise_if_not_one_by_one
-from ptf.rl.endpoint.response_form import ResponseForm
+from ptf.rl.endpoint.http_server import Handle
+from ptf.rl.endpoint.request_exchange import Exchange, raise_if_not_one_by_one
 from ptf.rl.endpoint.responses import ResponsesRequest
 from ptf.rl.engines import generation_checks
 from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.policy.policy import Limits, NoRoom, Policy
-from ptf.serving.service import Handle
 
 MOST_PENDING = 1024  # requests
-WATCHED_EVERY_S = 0.25  # whether the client of a whole response still waits
+WATCHED_EVERY_S = 0.25  # whether a client is still there
 UNRANDOM = {"top_k": (None, 0, -1), "min_p": (None, 0)}  # values that ask for nothing; others are not supported
 
 
@@ -55,16 +53,16 @@ class ResponseService:
         self.form = parser_of(tokenizer.hf.chat_template)
         self.paths: Mapping[str, Handle] = {"/v1/chat/completions": self._chat, "/v1/responses": self._responses}
         self.numbers = itertools.count(secrets.randbits(40))  # ids of responses do not repeat after a restart
-        self.running: set[asyncio.Task[None]] = set()
+        self.running: dict[asyncio.Task[None], asyncio.Task[None]] = {}  # responses → what ends them early
         self.renderer = ThreadPoolExecutor(1, "renderer")  # a long text must not keep the event loop
 
     def example(self) -> tuple[str, dict[str, Any]]:
-        """See Service. The text is one that the model's tokenizer can encode."""
+        """Return a path and the body of a request that can be tried, with a text that the tokenizer can encode."""
         said = next((text for text in ("Hello", "hello", "1") if _has_tokens(self.tokenizer, text)), "Hello")
         return "/v1/chat/completions", {"model": self.model, "messages": [{"role": "user", "content": said}]}
 
     async def close(self) -> None:
-        """See Service."""
+        """End what is being computed."""
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
@@ -84,17 +82,9 @@ class ResponseService:
         """Answer a request for chat completions, or what was `asked` for as one; if its client leaves, sampling
         ends."""
         exchange = await self._exchange(chat)
-        form = exchange if asked is None else ResponseForm(asked, exchange, {})
-        self.running.add(exchange.task)
-        exchange.task.add_done_callback(self.running.discard)
-        watch = asyncio.create_task(_watched(exchange, request))
-        try:
-            response = await answered(exchange, form, lose=lambda: _cancel(exchange))
-        finally:
-            watch.cancel()
-        if not isinstance(response.body, bytes):
-            return replace(response, body=_ended_with(exchange, response.body))
-        return response
+        self.running[exchange.task] = asyncio.create_task(_watched(exchange, request))
+        exchange.task.add_done_callback(self.running.pop)
+        return await answered(exchange, asked, {})
 
     async def _exchange(self, chat: ChatRequest) -> Exchange:
         """Begin the responses to a request. Raises HttpError (400, 404, 429) if it cannot be served."""
@@ -107,10 +97,9 @@ class ResponseService:
         raise_if_not_one_by_one(chat, self.form)
         sampling, seed = self._sampling(chat), _seed(chat)
         of_episode = secrets.randbits(62)  # ids of tool calls differ between requests of one seed
-        limits = Limits(sampling, self.max_length)
         policy = Policy(
             Prompt(np.zeros(0, np.int32), {}, "", 0),
-            limits,
+            Limits(sampling, self.max_length),
             self.tokenizer,
             lambda number: of_episode if number < 0 else (seed + number) % 2**62,
             self._generate,
@@ -128,8 +117,7 @@ class ResponseService:
         except UserError as error:
             raise HttpError(400, str(error), "invalid_messages") from None
         chat = replace(chat, model=self.model)
-        choices = [Choice(i, next(policy.numbers), chat, context, policy, self.form, False) for i in range(chat.n)]
-        return Exchange(next(self.numbers), chat, choices, policy)
+        return Exchange(next(self.numbers), chat, context, policy, self.form, trained=False)
 
     def _sampling(self, chat: ChatRequest) -> Sampling:
         """Return how the responses are sampled, by OpenAI's defaults. Raises HttpError for values out of range."""
@@ -145,10 +133,8 @@ class ResponseService:
     async def _generate(self, request: Request) -> Generation:
         return await generation_checks.answered(self.engine, request, None)
 
-    async def _stream(self, request: Request) -> AsyncGenerator[Progress]:
-        async with contextlib.aclosing(generation_checks.streamed(self.engine, request, None)) as news:
-            async for progress in news:
-                yield progress
+    def _stream(self, request: Request) -> AsyncGenerator[Progress]:
+        return generation_checks.streamed(self.engine, request, None)
 
 
 def _wait_for_last_step(stepper: Stepper) -> None:
@@ -173,10 +159,6 @@ def _seed(chat: ChatRequest) -> int:
     return seed
 
 
-def _cancel(exchange: Exchange) -> None:
-    exchange.task.cancel()
-
-
 def _no_earlier(name: str) -> Any:
     raise HttpError(
         400,
@@ -192,16 +174,6 @@ async def _watched(exchange: Exchange, request: HttpRequest) -> None:
         await asyncio.wait({exchange.task}, timeout=WATCHED_EVERY_S)
         if not request.connected():
             exchange.task.cancel()
-
-
-async def _ended_with(exchange: Exchange, body: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield a stream; sampling ends with it."""
-    try:
-        async with contextlib.aclosing(body) as parts:
-            async for part in parts:
-                yield part
-    finally:
-        exchange.task.cancel()
 
 
 def _has_tokens(tokenizer: Tokenizer, text: str) -> bool:

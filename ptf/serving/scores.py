@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,74 +12,66 @@ from ptf.data.batch import Batch
 from ptf.data.encode import answered
 from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
+from ptf.data.trajectory import NoResult
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar
 from ptf.recipes.documents import ends
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
+from ptf.rl.endpoint.http_server import Handle
 from ptf.rl.forward_passes import per_document
-from ptf.serving.batches import Batches
-from ptf.serving.service import Handle, body_of
+from ptf.serving.batched_service import BatchedService
 
 MOST = 1024  # conversations in a request
 IN_A_BATCH = 32
 FORMS = "give `messages` that end with the assistant's (or a list of such conversations), or `prompt` and `response`"
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """The score of a conversation and its number of tokens, or why it has none."""
-
-    score: float
-    tokens: int
-    refused: str | None = None
-
-
-class ScoreService:
+class ScoreService(BatchedService[tuple[Any, Any, Any], tuple[float, int] | NoResult]):
     """Scores conversations of at most `max_length` tokens. A score does not depend on what is scored beside it."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, name: str, device: torch.device, max_length: int) -> None:
-        self.model, self.tokenizer, self.name, self.max_length = model, tokenizer, name, max_length
+        super().__init__(name, IN_A_BATCH)
+        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
         self.world = World(device=device)
-        self.batches: Batches[tuple[Any, Any, Any], Scored] = Batches(self._scored, IN_A_BATCH)
         self.paths: Mapping[str, Handle] = {"/v1/score": self._score}
 
     def example(self) -> tuple[str, dict[str, Any]]:
-        """See Service."""
+        """Return a path and the body of a request that can be tried."""
         return "/v1/score", {"model": self.name, "prompt": "Hello", "response": "Good morning"}
 
-    async def close(self) -> None:
-        """See Service."""
-        await self.batches.close()
-
     async def _score(self, request: HttpRequest) -> HttpResponse:
-        given = body_of(request, self.name, ("messages", "prompt", "response", "tools"))
+        given = self.body_of(request, "messages", "prompt", "response", "tools")
         conversations = [(*one, given.get("tools")) for one in conversations_of(given)]
-        scored = await self.batches(conversations)
-        for i, one in enumerate(scored):
-            if one.refused is not None:
-                raise HttpError(400, f"conversation {i}: {one.refused}", "invalid_messages")
-            if not math.isfinite(one.score):
-                raise HttpError(500, f"conversation {i}: the model's score is {one.score}")
-        usage = {"prompt_tokens": sum(one.tokens for one in scored), "completion_tokens": 0}
-        usage["total_tokens"] = usage["prompt_tokens"]
-        scores = [one.score for one in scored]
+        scores, tokens = list[float](), 0
+        for i, one in enumerate(await self.computed(conversations)):
+            if isinstance(one, NoResult):
+                raise HttpError(400, f"conversation {i}: {one.reason}", "invalid_messages")
+            score, length = one
+            if not math.isfinite(score):
+                raise HttpError(500, f"conversation {i}: the model's score is {score}")
+            scores.append(score)
+            tokens += length
+        usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
         return json_response({"object": "scores", "model": self.name, "scores": scores, "usage": usage})
 
-    def _scored(self, conversations: Sequence[tuple[Any, Any, Any]]) -> list[Scored]:
-        """Return the score of each conversation: what was before the response, the response, and tools."""
-        results = [self._sample(*one) for one in conversations]
+    def compute(self, items: Sequence[tuple[Any, Any, Any]]) -> list[tuple[float, int] | NoResult]:
+        """Return the score of each conversation and its number of tokens, or why it has none.
+
+        A conversation is what was before the response, the response, and tools.
+        """
+        results = [self._sample(*one) for one in items]
         samples = [result for result in results if isinstance(result, Sample)]
         values = iter(per_document(self.model, samples, self.world, last_value, seq_len=0, micro_batch_sequences=1))
-        return [Scored(next(values), len(one)) if isinstance(one, Sample) else one for one in results]
+        return [(next(values), len(one)) if isinstance(one, Sample) else one for one in results]
 
-    def _sample(self, history: Any, answer: Any, tools: Any) -> Sample | Scored:
+    def _sample(self, history: Any, answer: Any, tools: Any) -> Sample | NoResult:
         try:
             sample = answered(history, answer, self.tokenizer, "", tools, scored=True)
         except UserError as error:
-            return Scored(math.nan, 0, str(error))
+            return NoResult(str(error))
         if len(sample) > self.max_length:
-            return Scored(math.nan, 0, f"it has {len(sample)} tokens; {self.max_length} are allowed (--max-length)")
+            return NoResult(f"it has {len(sample)} tokens; {self.max_length} are allowed (--max-length)")
         return sample
 
 
@@ -117,8 +108,7 @@ def last_value(model: Decoder, batch: Batch) -> Tensor:
 def raise_if_not_scalar(model: Decoder, device: torch.device, name: str) -> None:
     """Raise UserError unless the model's own head has one output at each position."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    positions = torch.arange(2, device=device)[None]
-    out = model(tokens, positions, torch.zeros_like(tokens), lambda x, head: head(x))
+    out = model(tokens, torch.arange(2, device=device)[None], torch.zeros_like(tokens), lambda x, head: head(x))
     if out.numel() != 2:
         raise UserError(
             f"{name} has a head of its own with {out.numel() // 2} outputs at each position and without `logits`: "

@@ -27,9 +27,9 @@ from ptf.serving.options import LONGEST, ServingOptions
 from ptf.serving.ranking import RankService
 from ptf.serving.response_service import ResponseService
 from ptf.serving.scores import ScoreService, raise_if_not_scalar
-from ptf.serving.service import Service
 from ptf.train.components import layer_factory_of, without_adapters
 
+Service = RankService | ResponseService | ScoreService
 EVENTS = ("ptf.events.prepare:prepare", "ptf.events.prepare:generated")
 
 

@@ -26,10 +26,14 @@ async def run(config: HarnessConfig, row: Mapping[str, Any], base_url: str, api_
     line = json.dumps({**task, "seed": seed}, default=str).encode() + b"\n"
     with tempfile.TemporaryDirectory(prefix="ptf-harness-", ignore_cleanup_errors=True) as place:
         result = Path(place) / "result"
-        address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "PTF_RESULT": str(result)}
         process = await asyncio.create_subprocess_exec(
             *confined(config.command, place),
-            env={**variables(config.env_vars, place), **address},
+            env={
+                **variables(config.env_vars, place),
+                "OPENAI_BASE_URL": base_url,
+                "OPENAI_API_KEY": api_key,
+                "PTF_RESULT": str(result),
+            },
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

@@ -94,13 +94,13 @@ class AgentProcess:
         """Wait until the agent's module is imported. Raises UserError."""
         try:
             self.ready.result(STARTS_WITHIN_S)
-        except (HarnessFault, TimeoutError) as error:
+        except (HarnessFault, ProcessEnded, TimeoutError) as error:
             self.close()
             reason = str(error) or f"did not start within {STARTS_WITHIN_S:g} s"
             raise UserError(f"rollout.harness.agent: {self.agent.use} in {self.python}: {reason}") from error
 
     async def play(self, row: Mapping[str, Any], base_url: str, api_key: str, seed: int) -> float | None:
-        """Return what the agent returns for an episode. Raises HarnessFault."""
+        """Return what the agent returns for an episode. Raises HarnessFault, and ProcessEnded."""
         self.coming += 1
         try:
             await asyncio.wrap_future(self.ready)
@@ -176,12 +176,10 @@ class AgentProcess:
                 self._fail_all()
 
     def _take(self, message: Mapping[str, Any]) -> None:
+        number: Any = message.get("episode")  # None: it says that the agent's module is imported, or why not
         with self.lock:
-            if "episode" in message:
-                self.left.pop(message["episode"], None)
-                reply = self.waiting.pop(message["episode"], None)
-            else:
-                reply = self.ready
+            self.left.pop(number, None)
+            reply = self.ready if number is None else self.waiting.pop(number, None)
         if reply is None:
             return
         if "error" in message:
@@ -220,7 +218,7 @@ class AgentProcesses:
             raise
 
     async def play(self, row: Mapping[str, Any], base_url: str, api_key: str, seed: int) -> float | None:
-        """Return what the agent returns for an episode. Raises HarnessFault."""
+        """Return what the agent returns for an episode. Raises HarnessFault, and ProcessEnded."""
         for i, process in enumerate(self.processes):
             if process.should_be_replaced:
                 self.processes[i] = AgentProcess(self.config)

@@ -11,6 +11,7 @@ directory `PLACE` then: what wrote to it may have been killed. What agents print
 
 import asyncio
 import copy
+import ctypes
 import functools
 import importlib
 import importlib.machinery
@@ -32,12 +33,12 @@ def main():
     tasks, replies, lock = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w"), threading.Lock()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what agents start must not read the tasks
     os.dup2(2, 1)
-    hide()
+    # keeps this process's memory and files from the programs that agents start (not from root)
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 
     def reply(**values):
-        line = json.dumps(values)
         with lock:
-            replies.write(line + "\n")
+            replies.write(json.dumps(values) + "\n")
             replies.flush()
 
     line = tasks.readline()
@@ -74,14 +75,6 @@ def from_file(name, file):
     module = types.ModuleType(name)
     loader.exec_module(module)
     return module
-
-
-def hide():
-    """Keep this process's memory and files from the programs that agents start (on Linux; not from root)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
 
 
 def said(error):

@@ -3,9 +3,9 @@
 However the tokens arrive, the pieces add up to what the whole response gives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
@@ -19,12 +19,8 @@ JSON_ENDS = ("}",)
 CALL_ENDS = ("</tool_call>", "</function>", "<|call|>", "<tool_call>", "<function=")  # or the next call begins
 
 
-class Divide(Protocol):
-    """Separates thinking from what else a response says, as `harmony.divide`."""
-
-    def __call__(self, text: str, *, ended: bool) -> tuple[str | None, str | None]:
-        """Return the thinking and the rest of a text that has `ended`, or goes on."""
-        ...
+# separates a text, which has `ended` or goes on, into its thinking and what else it says, as `harmony.divide`
+Divide = Callable[..., tuple[str | None, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +97,19 @@ class AnswerStream:
     def new_parts(self) -> tuple[str, str]:
         """Return the thinking and the content that are certain now, and were not returned before."""
         if self.stopped:
-            return "", ""  # `rest` has them
+            return "", ""  # the whole response has them
         text = self.text[: len(self.text) - self._held_back()]
         thinking, body = self.divide(text, ended=False) if self.divide else self._split(text)
         if body is None:
             return "", ""
-        return self._rest_of(thinking or "", self.form.certain(body) if self.form else body)
+        return self.rest_of(thinking or "", self.form.certain(body) if self.form else body)
 
-    def rest(self, parts: AnswerParts) -> tuple[str, str]:
-        """Return what of the whole response's thinking and content was not returned before."""
-        return self._rest_of(parts.thinking or "", parts.content or "")
+    def rest_of(self, thinking: str, content: str) -> tuple[str, str]:
+        """Return what of this thinking and this content was not returned before."""
+        rest = thinking[self.sent_thinking :], content[self.sent_content :]
+        self.sent_thinking = max(self.sent_thinking, len(thinking))
+        self.sent_content = max(self.sent_content, len(content))
+        return rest
 
     def whole(self, generation: Generation) -> AnswerParts:
         """Return the parts of a whole response."""
@@ -119,8 +118,7 @@ class AnswerStream:
         if not text.startswith(self.text):  # broken bytes, which decode otherwise together; clients have the pieces
             text = self.text
         ends = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        if ends:
-            text = text[: min(ends)]
+        text = text[: min(ends, default=len(text))]
         thinking, body = self.divide(text, ended=True) if self.divide else self._split(text)
         if body is None and not self.opened and not text.lstrip().startswith(BEGINS):
             body = text  # it could have begun with thinking
@@ -144,14 +142,5 @@ class AnswerStream:
 
     def _held_back(self) -> int:
         """Return how many of the last characters may be the beginning of a stop string."""
-        most = 0
-        for stop in self.stops:
-            lengths = (n for n in range(min(len(stop) - 1, len(self.text)), 0, -1) if self.text.endswith(stop[:n]))
-            most = max(most, next(lengths, 0))
-        return most
-
-    def _rest_of(self, thinking: str, content: str) -> tuple[str, str]:
-        rest = thinking[self.sent_thinking :], content[self.sent_content :]
-        self.sent_thinking = max(self.sent_thinking, len(thinking))
-        self.sent_content = max(self.sent_content, len(content))
-        return rest
+        lengths = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        return max(lengths, default=0)

@@ -132,27 +132,21 @@ def call_of(identifier: str, name: str, arguments: str) -> dict[str, Any]:
 
 def message_of(parts: AnswerParts, identifiers: Sequence[str]) -> dict[str, Any]:
     """Return a response as a message."""
-    message: dict[str, Any] = {"role": "assistant", "content": parts.content}
-    if parts.thinking:
-        message["reasoning_content"] = parts.thinking
-    if parts.tool_calls:
-        calls = zip(identifiers, parts.tool_calls, strict=True)
-        message["tool_calls"] = [call_of(identifier, call.name, call.arguments) for identifier, call in calls]
-    elif parts.content is None:
-        message["content"] = ""
-    return message
+    named = zip(identifiers, parts.tool_calls, strict=True)
+    calls = [call_of(identifier, call.name, call.arguments) for identifier, call in named]
+    content = "" if parts.content is None and not calls else parts.content
+    return {"role": "assistant", "content": content} | _present(reasoning_content=parts.thinking, tool_calls=calls)
 
 
 def delta_of(thinking: str, content: str, tool_calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return what is new of a response."""
-    delta: dict[str, Any] = {}
-    if thinking:
-        delta["reasoning_content"] = thinking
-    if content:
-        delta["content"] = content
-    if tool_calls:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(tool_calls)]
-    return delta
+    calls = [{"index": i, **call} for i, call in enumerate(tool_calls)]
+    return _present(reasoning_content=thinking, content=content, tool_calls=calls)
+
+
+def _present(**fields: Any) -> dict[str, Any]:
+    """Return the fields that hold something."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def event(data: Any) -> bytes:

@@ -18,7 +18,7 @@ class HarnessFault(Exception):
     """A harness failed."""
 
 
-class ProcessEnded(HarnessFault):
+class ProcessEnded(Exception):
     """The process of several episodes ended, perhaps through another episode's fault."""
 
 

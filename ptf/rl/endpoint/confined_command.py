@@ -56,8 +56,7 @@ def stop(place: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     import shutil  # it takes longer than all else here, and most commands end by themselves
 
-    if sys.platform == "linux":
-        end_all()
+    end_all()
     if place:
         shutil.rmtree(place, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -86,9 +85,8 @@ def main(parent: int, place: str, command: list[str]) -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)  # `stop` kills its process group
     signal.signal(signal.SIGTERM, lambda *_: stop(place))
-    if sys.platform == "linux":
-        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         stop(place)
     child = os.fork()
@@ -96,7 +94,7 @@ def main(parent: int, place: str, command: list[str]) -> None:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            if sys.platform == "linux" and place:
+            if place:
                 isolate()
             os.execvp(command[0], command)
         except OSError as error:
@@ -109,8 +107,7 @@ def main(parent: int, place: str, command: list[str]) -> None:
         if ended == child:
             break
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        end_all()
+    end_all()
     if os.getppid() != parent:
         stop(place)
     code = os.waitstatus_to_exitcode(status)

@@ -5,9 +5,8 @@ with its key. `POST /s/SESSION/reward` and `POST /s/SESSION/close` are for whoev
 the scorer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from ptf.data.trajectory import is_reward
 from ptf.rl.endpoint import chat as chat_completions
@@ -16,7 +15,6 @@ from ptf.rl.endpoint.answer_form import answered
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import HttpServer
-from ptf.rl.endpoint.response_form import ResponseForm
 from ptf.rl.endpoint.responses import ResponsesRequest
 from ptf.rl.endpoint.session import MODELS, Session
 from ptf.rl.policy.calls import Message
@@ -88,15 +86,18 @@ class Endpoint:
         except HttpError as error:
             session.refused = str(error)
             raise
-        form = exchange if asked is None else ResponseForm(asked, exchange, session.conversations)
-        return await answered(exchange, form, partial(session.deliver, exchange), partial(session.lose, exchange))
+        deliver, lose = partial(session.deliver, exchange), partial(session.lose, exchange)
+        return await answered(exchange, asked, session.conversations, deliver, lose)
 
     @staticmethod
     async def _score(session: Session, request: HttpRequest, path: str) -> HttpResponse:
         if path == "close":
             await session.close()
             return json_response({"closed": True})
-        session.reward = _reward(request.json_object())
+        value = request.json_object().get("reward")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not is_reward(value):
+            raise HttpError(400, 'the body must be {"reward": NUMBER}', "reward")
+        session.reward = float(value)
         return json_response({"reward": session.reward})
 
 
@@ -105,14 +106,3 @@ def _earlier(session: Session, name: str) -> Sequence[Message]:
     if name not in session.conversations:
         raise HttpError(404, f"this session has stored no response {name[:80]!r}", "previous_response_not_found")
     return session.conversations[name]
-
-
-def _reward(given: Mapping[str, Any]) -> float:
-    """Return the reward in a scorer's request. Raises HttpError if it is none."""
-    try:
-        value = given["reward"]
-        if not isinstance(value, bool | str) and is_reward(float(value)):
-            return float(value)
-    except (ValueError, TypeError, KeyError, OverflowError):
-        pass
-    raise HttpError(400, 'the body must be {"reward": NUMBER}', "reward")

@@ -80,8 +80,6 @@ class HarnessRollout:
                 outcome = await self._call(*task)
             else:
                 result = await agent_command.run(self.config, *task)
-        except ProcessEnded:
-            raise
         except HarnessFault as error:
             outcome = NoResult(str(error))
         finally:

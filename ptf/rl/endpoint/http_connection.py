@@ -43,11 +43,6 @@ class ClientReader(asyncio.StreamReader):
         return data
 
     @property
-    def unread(self) -> bool:
-        """Return whether bytes have come that were not taken."""
-        return self.received > self.taken
-
-    @property
     def gone(self) -> bool:
         """Return whether the client has closed or reset the connection."""
         return self.ended or self.exception() is not None
@@ -89,8 +84,7 @@ class Connection:
             transport.abort()
             lost, self.unconfirmed = self.unconfirmed, []
             for response in lost:
-                if response.lost:
-                    response.lost()
+                response.lost()
 
     def _failed(self) -> bool:
         """Return whether the connection was reset, or the kernel has an error: what was written met a closed socket."""
@@ -121,9 +115,17 @@ class Connection:
 
     async def _next(self) -> HttpRequest | None:
         """Return the next request; None if there is none: the client is gone, too slow or does not speak HTTP."""
+        bounds, parts = self.server.bounds, list[bytes]()
         self.server.waiting[self] = None
         try:
-            return await self._request()
+            if not self.http.trailing_data[0]:
+                async with asyncio.timeout(bounds.idle_s):
+                    first = await self.reader.take(READ)
+                self.http.receive_data(first)
+                if first and not self.pipelined:  # a client goes on when it has read the answer before
+                    self.unconfirmed.clear()
+            async with asyncio.timeout(bounds.request_s):
+                return await self._whole(parts)
         except TimeoutError:
             return None
         except h11.RemoteProtocolError as error:
@@ -131,6 +133,7 @@ class Connection:
                 await self._send(HttpError(error.error_status_hint, f"this is no valid request: {error}").response())
             return None
         finally:
+            self.server.receiving -= sum(map(len, parts))
             self.server.waiting.pop(self, None)
 
     async def _answered(self, request: HttpRequest) -> HttpResponse:
@@ -144,29 +147,6 @@ class Connection:
             logging.getLogger(__name__).exception("a request failed: %s", request.method)
             return HttpError(500, f"the server failed: {type(error).__name__}").response()
 
-    def _raise_if_foreign(self, request: HttpRequest) -> None:
-        """Raise HttpError for a request that a web page sent through a browser: its Host is another one."""
-        given = request.headers.get("host", "").lower()
-        host = given if given.endswith("]") else given.rpartition(":")[0] or given
-        if self.server.host in ("127.0.0.1", "::1") and host not in LOCAL:
-            raise HttpError(403, f"this server is for local clients; the Host header names {host[:80]!r}")
-
-    async def _request(self) -> HttpRequest | None:
-        """Return the next request; None if the client has closed the connection. Raises TimeoutError."""
-        bounds = self.server.bounds
-        if not self.http.trailing_data[0]:
-            async with asyncio.timeout(bounds.idle_s):
-                first = await self.reader.take(READ)
-            self.http.receive_data(first)
-            if first and not self.pipelined:  # a client goes on when it has read the answer before
-                self.unconfirmed.clear()
-        parts = list[bytes]()
-        try:
-            async with asyncio.timeout(bounds.request_s):
-                return await self._whole(parts)
-        finally:
-            self.server.receiving -= sum(map(len, parts))
-
     async def _whole(self, parts: list[bytes]) -> HttpRequest | None:
         """Return the request whose first bytes have come, and keep the parts of its body in `parts`."""
         request, refusal, size = None, None, 0
@@ -177,7 +157,9 @@ class Connection:
                     self.writer.write(self.http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
                 self.http.receive_data(await self.reader.take(READ))
             elif isinstance(event, h11.Request):
-                request = self._headed(event)
+                headers = {name.decode("ascii").lower(): value.decode("latin-1") for name, value in event.headers}
+                path = event.target.decode("latin-1").partition("?")[0]
+                request = HttpRequest(event.method.decode("ascii"), path, headers, b"")
                 refusal = self._refusal(request)
             elif isinstance(event, h11.Data):
                 size += len(event.data)
@@ -192,20 +174,23 @@ class Connection:
             else:  # ConnectionClosed, or PAUSED
                 return None
         assert request is not None
-        whole = b"".join(parts)
-        return replace(request, body=whole, connected=lambda: not self.reader.gone, settle=self.settle, refusal=refusal)
-
-    def _headed(self, head: h11.Request) -> HttpRequest:
-        headers = {name.decode("ascii").lower(): value.decode("latin-1") for name, value in head.headers}
-        path = head.target.decode("latin-1").partition("?")[0]
-        return HttpRequest(head.method.decode("ascii"), path, headers, b"")
+        return replace(
+            request,
+            body=b"".join(parts),
+            connected=lambda: not self.reader.gone,
+            settle=self.settle,
+            refusal=refusal,
+        )
 
     def _refusal(self, request: HttpRequest) -> HttpError | None:
-        """Return why a request is refused whatever its body is."""
+        """Return why a request is refused whatever its body is: it may be that of a web page, sent through a browser,
+        whose Host is another one."""
+        given = request.headers.get("host", "").lower()
+        host = given if given.endswith("]") else given.rpartition(":")[0] or given
         try:
-            self._raise_if_foreign(request)
-            if self.server.admit is not None:
-                self.server.admit(request)
+            if self.server.host in ("127.0.0.1", "::1") and host not in LOCAL:
+                raise HttpError(403, f"this server is for local clients; the Host header names {host[:80]!r}")
+            self.server.admit(request)
         except HttpError as error:
             return error
         return None
@@ -220,17 +205,14 @@ class Connection:
 
     async def _send(self, response: HttpResponse, method: str = "GET") -> None:
         """Write an answer. Raises OSError if the client has gone."""
+        length = {"content-length": str(len(response.body))} if isinstance(response.body, bytes) else {}
         headers = {"content-type": response.content_type, **(response.headers or {})}
-        if isinstance(response.body, bytes):
-            headers["content-length"] = str(len(response.body))
-        else:
-            headers["transfer-encoding"] = "chunked"
+        headers |= length or {"transfer-encoding": "chunked"}
         start = self.http.send(h11.Response(status_code=response.status, headers=list(headers.items()))) or b""
         if isinstance(response.body, bytes):
             last = b"" if method == "HEAD" else response.body
-            if response.sending:
-                self._raise_if_gone()
-                response.sending()
+            self._raise_if_gone()
+            response.sending()
         else:
             last = b""
             async with contextlib.aclosing(response.body) as parts:
@@ -242,7 +224,7 @@ class Connection:
         # in one write: a client that stops reading at the last part leaves nothing unread, which would look like a loss
         end = [h11.Data(data=last), h11.EndOfMessage()] if last else [h11.EndOfMessage()]
         self.unconfirmed.append(response)  # from here on `sending` was called
-        self.pipelined = self.reader.unread or bool(self.http.trailing_data[0])
+        self.pipelined = self.reader.received > self.reader.taken or bool(self.http.trailing_data[0])
         await self._write(start + b"".join(self.http.send(event) or b"" for event in end))
 
     def _raise_if_gone(self) -> None:

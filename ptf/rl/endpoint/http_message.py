@@ -52,8 +52,8 @@ class HttpResponse:
     body: bytes | AsyncGenerator[bytes]
     content_type: str = "application/json"
     headers: Mapping[str, str] | None = None
-    sending: Callable[[], None] | None = None
-    lost: Callable[[], None] | None = None
+    sending: Callable[[], None] = lambda: None
+    lost: Callable[[], None] = lambda: None
 
 
 NO_FIELDS = ("invalid_messages", "invalid_text", "context_length_exceeded")  # codes of refused requests

@@ -34,16 +34,8 @@ class HttpBounds:
     request_s: float = 60.0  # from a request's first byte to its last
     send_s: float = 60.0  # for a client to take what was written
 
-    @property
-    def most_connections(self) -> int:
-        """Return the number of connections that are kept at once."""
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        allowed = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(files // 2, 1))
-        return self.connections or allowed
-
 
 Handle = Callable[[HttpRequest], Coroutine[Any, Any, HttpResponse]]
-Admit = Callable[[HttpRequest], object]
 
 
 class HttpServer:
@@ -59,11 +51,13 @@ class HttpServer:
         host: str = "127.0.0.1",
         port: int = 0,
         bounds: HttpBounds | None = None,
-        admit: Admit | None = None,
+        admit: Callable[[HttpRequest], object] = lambda request: None,
     ) -> None:
         self.handle, self.host, self.port, self.admit = handle, host, port, admit
         self.bounds = bounds or HttpBounds()
-        self.most_connections = self.bounds.most_connections
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        allowed = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(files // 2, 1))
+        self.most_connections = self.bounds.connections or allowed
         self.connections: set[asyncio.Task[None]] = set()
         self.waiting: dict[Connection, None] = {}  # those for which no answer is being made; the longest first
         self.receiving = 0  # bytes of bodies

@@ -23,8 +23,11 @@ from ptf.rl.policy.policy import Policy
 def raise_if_not_one_by_one(chat: ChatRequest, form: Format | None) -> None:
     """Raise HttpError (400) if sampling is to end with the first tool call, and the format writes a list of them."""
     if chat.one_call and isinstance(form, Mistral | Llama4Pythonic):
-        reason = "parallel_tool_calls: this model writes its tool calls as a list; leave it out"
-        raise HttpError(400, reason, "parallel_tool_calls")
+        raise HttpError(
+            400,
+            "parallel_tool_calls: this model writes its tool calls as a list; leave it out",
+            "parallel_tool_calls",
+        )
 
 
 class Choice:
@@ -63,7 +66,8 @@ class Choice:
             return
         generation, reported = await self._sample(report)
         parts = self.answer.whole(generation)
-        identifiers = [self._identifier(i) for i in range(len(parts.tool_calls))]
+        named = [f"{self.policy.seed} {self.number} {i}".encode() for i in range(len(parts.tool_calls))]
+        identifiers = [hashlib.sha256(name).hexdigest()[:9] for name in named]  # which repeat with the episode
         self.message = message_of(parts, identifiers)
         call = self.policy.call_of(self.context, self.number, generation)
         call.message, call.text = self.message, parts.content or ""
@@ -71,7 +75,8 @@ class Choice:
         call.trained = self.trained
         self.call = call
         self.finish_reason = "tool_calls" if parts.tool_calls else "stop" if call.complete else "length"
-        delta = delta_of(*self.answer.rest(parts), self.message.get("tool_calls", ()))
+        rest = self.answer.rest_of(parts.thinking or "", parts.content or "")
+        delta = delta_of(*rest, self.message.get("tool_calls", ()))
         report(self._chunk(delta, reported, self.finish_reason))
 
     async def _sample(self, report: Callable[[dict[str, Any]], None]) -> tuple[Generation, int]:
@@ -108,29 +113,38 @@ class Choice:
     def _note(self, token: int, logprob: float) -> None:
         if self.chat.logprobs:
             text = self.policy.tokenizer.decode([token])
-            shown = {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            self.entries.append(shown)
+            self.entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
 
     def _chunk(self, delta: dict[str, Any], reported: int, finish_reason: str | None = None) -> dict[str, Any]:
         logprobs = {"content": self.entries[reported:]} if self.chat.logprobs else None
         return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _identifier(self, position: int) -> str:
-        """Return the id of a tool call: nine letters and digits, which repeat with the episode."""
-        return hashlib.sha256(f"{self.policy.seed} {self.number} {position}".encode()).hexdigest()[:9]
-
     def whole(self) -> dict[str, Any]:
         """Return the response as a choice of a chat completion."""
         logprobs = {"content": self.entries} if self.chat.logprobs else None
-        ended = {"message": self.message, "logprobs": logprobs, "finish_reason": self.finish_reason}
-        return {"index": self.index, **ended}
+        return {
+            "index": self.index,
+            "message": self.message,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
 
 
 class Exchange:
-    """A request that is answered once, however often it is repeated."""
+    """A request that is answered once, however often it is repeated. `trained`: whether its responses are."""
 
-    def __init__(self, number: int, chat: ChatRequest, choices: Sequence[Choice], policy: Policy) -> None:
-        self.number, self.chat, self.choices, self.policy = number, chat, choices, policy
+    def __init__(
+        self,
+        number: int,
+        chat: ChatRequest,
+        context: Context | None,
+        policy: Policy,
+        form: Format | None,
+        *,
+        trained: bool,
+    ) -> None:
+        self.number, self.chat, self.context, self.policy = number, chat, context, policy
+        self.choices = [Choice(i, next(policy.numbers), chat, context, policy, form, trained) for i in range(chat.n)]
         self.created = int(time.time())
         self.chunks: list[dict[str, Any]] = []
         self.changed = asyncio.Event()
@@ -169,13 +183,16 @@ class Exchange:
             self._wake()
 
     async def finished(self) -> None:
-        """Wait for all responses; a waiter that is cancelled does not cancel them. Raises what sampling raised, and
-        HttpError if the session was closed before.
+        """Wait for all responses; a waiter that is cancelled does not cancel them.
+
+        Raises HttpError if sampling failed, or if the session was closed before.
         """
         await asyncio.wait([self.task])
         if self.task.cancelled():
             raise HttpError(410, "the session was closed before the response was complete", "session_closed")
-        self.task.result()
+        error = self.task.exception()
+        if error is not None:
+            raise HttpError(500, f"the engine failed: {type(error).__name__}") from error
 
     def _report(self, chunk: dict[str, Any]) -> None:
         self.chunks.append(chunk)
@@ -192,18 +209,20 @@ class Exchange:
 
     def usage(self) -> dict[str, int]:
         """Return the numbers of tokens."""
-        contexts = [choice.context for choice in self.choices[:1] if choice.context is not None]
-        prompt = sum(len(context.tokens) for context in contexts)
+        prompt = 0 if self.context is None else len(self.context.tokens)
         sampled = sum(len(call.generation.sampled_ids) for call in self.calls)
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def completion(self) -> dict[str, Any]:
-        """See Form. It has all choices."""
-        choices = [choice.whole() for choice in self.choices]
-        return {**self.head("chat.completion"), "choices": choices, "usage": self.usage()}
+        """Return the whole reply of an exchange that is done. It has all choices."""
+        return {
+            **self.head("chat.completion"),
+            "choices": [choice.whole() for choice in self.choices],
+            "usage": self.usage(),
+        }
 
     async def news(self) -> AsyncGenerator[dict[str, Any]]:
-        """Yield what is new of the responses, as chunks' choices, from the beginning. Raises what sampling raised."""
+        """Yield what is new of the responses, as chunks' choices, from the beginning. Raises as `finished`."""
         sent = 0
         while True:
             changed, done = self.changed, self.task.done()
@@ -216,11 +235,15 @@ class Exchange:
         await self.finished()
 
     async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
-        """See Form."""
+        """Yield the reply in pieces, from the beginning; `deliver` is called before the last of them is written."""
         head = self.head("chat.completion.chunk")
         for choice in self.choices:
-            delta = {"role": "assistant", "content": ""}
-            first = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            first = {
+                "index": choice.index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
             yield event({**head, "choices": [first]})
         async for chunk in self.news():
             yield event({**head, "choices": [chunk]})
@@ -230,5 +253,5 @@ class Exchange:
         deliver()
 
     def failure_event(self, message: str) -> bytes:
-        """See Form."""
+        """Return the event that ends a stream whose engine failed."""
         return event({"error": {"message": message, "type": "server_error", "code": None}})

@@ -3,20 +3,15 @@
 import bisect
 import contextlib
 import itertools
-import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from ptf.rl.endpoint.answer_stream import ENDS
+from ptf.rl.endpoint.chat import event
 from ptf.rl.endpoint.request_exchange import Choice, Exchange
 from ptf.rl.endpoint.responses import Message, ResponsesRequest
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item → type of its one part
-
-
-def response_id(exchange: Exchange) -> str:
-    """Return the id of the response that an exchange becomes."""
-    return f"resp_{exchange.number}"
 
 
 def response(request: ResponsesRequest, exchange: Exchange, done: bool = True) -> dict[str, Any]:
@@ -24,7 +19,7 @@ def response(request: ResponsesRequest, exchange: Exchange, done: bool = True) -
     sampling = exchange.policy.limits.sampling
     cut = done and exchange.choices[0].finish_reason == "length"
     return {
-        "id": response_id(exchange),
+        "id": f"resp_{exchange.number}",
         "object": "response",
         "created_at": exchange.created,
         "status": "incomplete" if cut else "completed" if done else "in_progress",
@@ -108,17 +103,17 @@ class ResponseForm:
         self.texts: dict[str, str] = {}  # kind of each item of text that has begun → its text; the last one is open
 
     def completion(self) -> dict[str, Any]:
-        """See Form."""
+        """Return the whole reply of an exchange that is done."""
         self._store()
         return response(self.request, self.exchange)
 
     def _store(self) -> None:
         if self.request.store:
-            messages = [*self.request.messages, self.exchange.choices[0].message]
-            self.conversations[response_id(self.exchange)] = messages
+            conversation = [*self.request.messages, self.exchange.choices[0].message]
+            self.conversations[f"resp_{self.exchange.number}"] = conversation
 
     async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
-        """See Form."""
+        """Yield the reply in pieces, from the beginning; `deliver` is called before the last of them is written."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=response(self.request, self.exchange, done=False))
         async with contextlib.aclosing(self.exchange.news()) as chunks:
@@ -133,13 +128,13 @@ class ResponseForm:
         deliver()
 
     def failure_event(self, message: str) -> bytes:
-        """See Form."""
+        """Return the event that ends a stream whose engine failed."""
         error = {"message": message, "type": "server_error", "code": None, "param": None}
         return self._event("error", **error, error=error)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {**fields, "type": kind, "sequence_number": next(self.numbers)}
-        return f"event: {kind}\n".encode() + b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+        return f"event: {kind}\n".encode() + event(data)
 
     def _text(self, kind: str, text: str) -> Iterator[bytes]:
         """Yield the events of further text."""
@@ -185,8 +180,9 @@ class ResponseForm:
         yield self._event(f"response.{kind}", response=whole)
 
     def _function_call(self, index: int, item: Mapping[str, Any]) -> Iterator[bytes]:
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        yield self._event("response.output_item.added", output_index=index, item=begun)
+        yield self._event(
+            "response.output_item.added", output_index=index, item={**item, "arguments": "", "status": "in_progress"}
+        )
         place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
         yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
         yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)

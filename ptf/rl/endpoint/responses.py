@@ -15,7 +15,6 @@ from ptf.rl.endpoint.chat import ChatRequest, call_of
 from ptf.rl.endpoint.http_message import HttpError
 
 Message = Mapping[str, Any]
-Earlier = Callable[[str], Sequence[Message]]  # id of a response → the conversation up to its end; raises HttpError
 
 NEUTRAL = {  # what is not supported, and the values that ask for nothing
     **chat_completions.NEUTRAL,
@@ -42,8 +41,11 @@ class ResponsesRequest:
     echo: Mapping[str, Any]  # what the response repeats of the request
 
 
-def parse(given: Mapping[str, Any], earlier: Earlier) -> ResponsesRequest:
-    """Return the request in a body. Raises HttpError (400) with the name of what cannot be served."""
+def parse(given: Mapping[str, Any], earlier: Callable[[str], Sequence[Message]]) -> ResponsesRequest:
+    """Return the request in a body. Raises HttpError (400) with the name of what cannot be served.
+
+    `earlier` returns the conversation up to the end of the response with an id, or raises HttpError.
+    """
     chat_completions.raise_if_unsupported(given, (*READ, *SAME), NEUTRAL)
     for name in given.get("include") or ():
         if name not in INCLUDED:
@@ -111,8 +113,7 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
         if kind == "reasoning":
             thinking += message["content"]
             continue
-        goes_on = kind == "function_call" and messages and messages[-1]["role"] == "assistant" and not thinking
-        if goes_on:
+        if kind == "function_call" and messages and messages[-1]["role"] == "assistant" and not thinking:
             messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             continue
         if thinking and message["role"] != "assistant":

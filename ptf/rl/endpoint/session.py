@@ -12,7 +12,7 @@ from ptf.data.tool_calls import Format
 from ptf.errors import UserError
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest
-from ptf.rl.endpoint.request_exchange import Choice, Exchange, raise_if_not_one_by_one
+from ptf.rl.endpoint.request_exchange import Exchange, raise_if_not_one_by_one
 from ptf.rl.policy.calls import Message
 from ptf.rl.policy.policy import NoRoom, Policy
 
@@ -101,9 +101,6 @@ class Session:
                 f"this session has had its {self.bounds.generations} responses",
                 "too_many_responses",
             )
-        sampling = self.policy.limits.sampling
-        own = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        overridden = any(own.get(name) != value for name, value in chat.sampling.items())
         try:
             context = self.policy.context(chat.messages, chat.tools, chat.template_arguments)
         except NoRoom:
@@ -112,12 +109,11 @@ class Session:
             raise HttpError(400, str(error), "invalid_messages") from None
         except RecursionError:
             raise HttpError(400, "messages or tools are nested too deeply", "invalid_messages") from None
+        sampling = self.policy.limits.sampling
+        own = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self.counts["generations"] += chat.n
-        self.counts["sampling_overridden"] += overridden
-        numbers = [next(self.policy.numbers) for _ in range(chat.n)]
-        trained = model == MODELS[0]
-        choices = [Choice(i, k, chat, context, self.policy, self.form, trained) for i, k in enumerate(numbers)]
-        return Exchange(next(self.numbers), chat, choices, self.policy)
+        self.counts["sampling_overridden"] += any(own.get(name) != value for name, value in chat.sampling.items())
+        return Exchange(next(self.numbers), chat, context, self.policy, self.form, trained=model == MODELS[0])
 
     def deliver(self, exchange: Exchange) -> None:
         """Note that a response reaches a client: it is context of what follows, and trained.

@@ -54,7 +54,7 @@ def check(tokenizer, ids, stops, opened, form, bursts, finished=True, divide=Non
     empty = np.zeros(0, np.int32)
     generation = Generation(empty, np.array(fed, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), finished)
     parts = stream.whole(generation)
-    rest = stream.rest(parts)
+    rest = stream.rest_of(parts.thinking or "", parts.content or "")
     assert thinking + rest[0] == (parts.thinking or "")
     assert content + rest[1] == (parts.content or "")
     return parts, stopped

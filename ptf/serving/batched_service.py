@@ -1,27 +1,47 @@
-"""Requests that arrive while a batch is computed are computed together in the next one."""
+"""A service whose requests are computed in batches: what arrives while a batch is computed is in the next one."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from ptf.rl.endpoint.http_message import HttpError, HttpRequest
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Batches(Generic[T, R]):
+class BatchedService(Generic[T, R]):
     """Calls `compute` in a thread with the items of several requests, `most` or as many as one request has.
 
-    `compute` returns a result for each item, in order.
+    `name` is that of the model.
     """
 
-    def __init__(self, compute: Callable[[Sequence[T]], Sequence[R]], most: int) -> None:
-        self.compute, self.most = compute, most
+    def __init__(self, name: str, most: int) -> None:
+        self.name, self.most = name, most
         self.waiting: list[tuple[Sequence[T], asyncio.Future[Sequence[R]]]] = []
         self.thread = ThreadPoolExecutor(1, "batches")
         self.task: asyncio.Task[None] | None = None
 
-    async def __call__(self, items: Sequence[T]) -> Sequence[R]:
+    def compute(self, items: Sequence[T]) -> Sequence[R]:
+        """Return a result for each item, in order."""
+        raise NotImplementedError
+
+    def body_of(self, request: HttpRequest, *known: str) -> dict[str, Any]:
+        """Return the object in a request's body. Raises HttpError for one that is none, that has keys besides `known`
+        and `model`, or that names another model."""
+        given = request.json_object()
+        if unknown := [name for name in given if name not in ("model", *known)]:
+            raise HttpError(
+                400, f"{str(unknown[0])[:80]} is not known here; there is model, {', '.join(known)}", "body"
+            )
+        if given.get("model", self.name) != self.name:
+            raise HttpError(
+                404, f"there is no model {str(given['model'])[:80]!r} here, only {self.name}", "model_not_found"
+            )
+        return given
+
+    async def computed(self, items: Sequence[T]) -> Sequence[R]:
         """Return the results of these items. Raises what `compute` raises."""
         future: asyncio.Future[Sequence[R]] = asyncio.get_running_loop().create_future()
         self.waiting.append((items, future))
@@ -30,11 +50,10 @@ class Batches(Generic[T, R]):
         return await future
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while self.waiting:
             batch = self._next()
             try:
-                results = await loop.run_in_executor(
+                results = await asyncio.get_running_loop().run_in_executor(
                     self.thread, self.compute, [i for items, _ in batch for i in items]
                 )
             except Exception as error:
