@@ -45,10 +45,9 @@ def disk_errors_as_user_errors(*places: str | os.PathLike[str]) -> Iterator[None
                 )
             ) from error
         if error.errno in REFUSED and isinstance(error.filename, str):
-            why = REFUSED[error.errno]
             raise UserError(
-                f"{error.filename} cannot be read or written: {why}; choose a different directory (output, publish.to, "
-                "checkpoint.to)"
+                f"{error.filename} cannot be read or written: {REFUSED[error.errno]}; choose a different "
+                "directory (output, publish.to, checkpoint.to)"
             ) from error
         raise
 

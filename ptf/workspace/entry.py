@@ -36,27 +36,11 @@ def large_imports() -> Iterator[None]:
 def end_with_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process when the *thread* that started it ends, so it must be started by one that lasts.
 
-    If `parent`, a process id, is given and is no longer this process's parent, exit at once. Outside Linux, which lacks
-    PR_SET_PDEATHSIG, a thread checks the parent twice a second.
+    If `parent`, a process id, is given and is no longer this process's parent, exit at once.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(ORPHANED)
-    if sys.platform != "linux":
-        _watch(os.getppid())
-
-
-def _watch(parent: int) -> None:
-    import threading
-    import time
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(ORPHANED)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

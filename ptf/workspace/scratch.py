@@ -15,24 +15,20 @@ from pathlib import Path
 PREFIX = ".partial-"  # `sweep` removes only names that begin with this
 
 
-@contextlib.contextmanager
-def directory(target: Path) -> Iterator[Path]:
+def directory(target: Path) -> contextlib.AbstractContextManager[Path]:
     """Yield an empty directory beside `target`, to work in and then to rename.
 
     It is removed at the end if it is still there.
     """
-    with _beside(target, Path.mkdir) as path:
-        yield path
+    return _beside(target, Path.mkdir)
 
 
-@contextlib.contextmanager
-def file(target: Path) -> Iterator[Path]:
+def file(target: Path) -> contextlib.AbstractContextManager[Path]:
     """Yield an empty file beside `target`, to work in and then to rename.
 
     It is removed at the end if it is still there.
     """
-    with _beside(target, Path.touch) as path:
-        yield path
+    return _beside(target, Path.touch)
 
 
 @contextlib.contextmanager
