@@ -1,7 +1,7 @@
 """Rules between keys of a job, for combinations that do not work.
 
-Each rule returns its problems as lines that begin with the key to change. `RULES` lists them in the order in which
-their problems are reported.
+Each function returns its rules as a table: the line that is said of a job that breaks the rule, which begins with the
+key to change, and whether the job does. `RULES` lists them in the order in which their problems are reported.
 """
 
 import re
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ptf.config.cron import schedule
-from ptf.config.rollout_rules import pool_errors, prompt_errors, rollout_errors
-from ptf.config.section import AlgoConfig
+from ptf.config.rollout_rules import pool_rules, prompt_rules, rollout_rules
+from ptf.config.section import AlgoConfig, Rules
 from ptf.config.sections.train import TrainConfig
 from ptf.workspace.credentials import is_secret
 
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 NAME = re.compile(r"[^\W_][^/\\\x00-\x1f]{0,99}")
+SCHEDULE_IS_LONGER = (
+    "train.warmup_steps and train.lr_decay_steps together are longer than the run; shares of it (0.1) fit any number "
+    "of steps"
+)
 
 
-def name_errors(job: "Job") -> list[str]:
-    """Return the problems of names that, as part of a path, could lead out of their directory."""
+def name_rules(job: "Job") -> Rules:
+    """Return the rules of names that, as part of a path, could lead out of their directory."""
     by_key = job.sources_by_section
     if job.evaluate.ranking:
         by_key["evaluate.ranking.sources"] = job.evaluate.ranking.sources
@@ -29,18 +33,16 @@ def name_errors(job: "Job") -> list[str]:
         "is not a valid source name: a name begins with a letter or a digit, contains no slash and has at most "
         "100 characters"
     )
-    return [
-        f"{key}: {name!r} {rule}" for key, sources in by_key.items() for name in sources if not NAME.fullmatch(name)
-    ]
+    return {f"{key}: {name!r} {rule}": not NAME.fullmatch(name) for key, sources in by_key.items() for name in sources}
 
 
-def secret_errors(job: "Job") -> list[str]:
-    """Return a problem for each secret that is written into the config: configs are stored, shown and published."""
+def secret_rules(job: "Job") -> Rules:
+    """Return a rule for each secret that is written into the config: configs are stored, shown and published."""
     rule = (
         "is a secret, and a config is stored, shown and published; write env:NAME, "
         "the variable that holds it where it is needed"
     )
-    return [f"{key}: {rule}" for key in _secrets(job.model_dump(), "")]
+    return {f"{key}: {rule}": True for key in _secrets(job.model_dump(), "")}
 
 
 def _secrets(value: Any, key: str) -> Iterator[str]:
@@ -54,276 +56,238 @@ def _secrets(value: Any, key: str) -> Iterator[str]:
         yield key
 
 
-def data_parallel_errors(job: "Job") -> list[str]:
-    """Return a problem for each number that must be a multiple of the number of data-parallel ranks and is not."""
-    workers, mesh = job.compute.workers, job.compute.mesh
-    data_ranks, divisor = (
-        (workers // mesh.tensor_parallel_size or 1),
-        f"compute.workers ({workers})"
-        + (
-            f" / compute.mesh.tensor_parallel_size ({mesh.tensor_parallel_size})"
-            if mesh.tensor_parallel_size > 1
-            else ""
-        ),
-    )
-    dealt = (
-        {}
-        if job.rollout
-        else {"data.partitions": job.data.partitions, "train.global_batch_sequences": job.train.global_batch_sequences}
-    )
-    return [f"{key} ({value}) must be a multiple of {divisor}" for key, value in dealt.items() if value % data_ranks]
+def data_parallel_rules(job: "Job") -> Rules:
+    """Return a rule for each number that must be a multiple of the number of data-parallel ranks."""
+    workers, tensor = job.compute.workers, job.compute.mesh.tensor_parallel_size
+    of_tensors = f" / compute.mesh.tensor_parallel_size ({tensor})" if tensor > 1 else ""
+    dealt = {
+        "data.partitions": job.data.partitions,
+        "train.global_batch_sequences": job.train.global_batch_sequences,
+    }
+    return {
+        f"{key} ({value}) must be a multiple of compute.workers ({workers}){of_tensors}": not job.rollout
+        and value % (workers // tensor or 1)
+        for key, value in dealt.items()
+    }
 
 
-def launch_errors(job: "Job") -> list[str]:
-    """Return the problems of where the run runs and writes, of how its workers divide the model, and of engines that
+def launch_rules(job: "Job") -> Rules:
+    """Return the rules of where the run runs and writes, of how its workers divide the model, and of engines that
     need a process of their own, which only Ray gives."""
-    workers, mesh, errors = job.compute.workers, job.compute.mesh, []
-    if "://" in job.output:
-        errors.append("output must be a directory on this machine; publish.to may be a URI")
-    if workers % (mesh.replicate * mesh.tensor_parallel_size):
-        errors.append(
-            f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({mesh.tensor_parallel_size}) "
-            f"must divide compute.workers ({workers})"
-        )
-    if job.compute.launcher == "local" and workers > 1:
-        errors.append("compute.launcher: local is one process; use ray or torchrun for compute.workers > 1")
+    workers, launcher, mesh = job.compute.workers, job.compute.launcher, job.compute.mesh
     engines = {
-        "rollout.engine": job.rollout.engine if job.rollout and job.compute.launcher == "local" else None,
+        "rollout.engine": job.rollout.engine if job.rollout and launcher == "local" else None,
         "evaluate.engine": job.evaluate.engine,
     }
-    errors += [
-        f"{key}: vllm needs a process of its own, which compute.launcher: {job.compute.launcher} does not give; "
-        "use native"
+    return {
+        "output must be a directory on this machine; publish.to may be a URI": "://" in job.output,
+        f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({mesh.tensor_parallel_size}) must "
+        f"divide compute.workers ({workers})": workers % (mesh.replicate * mesh.tensor_parallel_size),
+        "compute.launcher: local is one process; use ray or torchrun for compute.workers > 1": launcher == "local"
+        and workers > 1,
+    } | {
+        f"{key}: vllm needs a process of its own, which compute.launcher: {launcher} does not give; use native": engine
+        == "vllm"
+        and launcher != "ray"
         for key, engine in engines.items()
-        if engine == "vllm" and job.compute.launcher != "ray"
-    ]
-    return errors
+    }
 
 
-def held_out_errors(job: "Job") -> list[str]:
-    """Return the problems of held-out data and of the metrics on it."""
-    errors = []
-    if job.evaluate.sources and not (job.evaluate.reward or job.rollout):
-        errors.append("evaluate.sources needs evaluate.reward to score the responses")
-    if job.evaluate.metrics and not job.evaluate.sources:
-        errors.append(
-            "evaluate.metrics needs evaluate.sources: metrics are computed from the responses to held-out prompts"
-        )
-    taken = {"greedy_pass_rate", f"pass@{job.evaluate.samples}", "greedy_reward", "no_result_share"}
-    errors += [
+def held_out_rules(job: "Job") -> Rules:
+    """Return the rules of held-out data and of the metrics on it."""
+    evaluate = job.evaluate
+    taken = {"greedy_pass_rate", f"pass@{evaluate.samples}", "greedy_reward", "no_result_share"}
+    return {
+        "evaluate.sources needs evaluate.reward to score the responses": evaluate.sources
+        and not (evaluate.reward or job.rollout),
+        "evaluate.metrics needs evaluate.sources: metrics are computed from the responses to held-out prompts": (
+            evaluate.metrics and not evaluate.sources
+        ),
+    } | {
         f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
-        "choose another"
-        for name in job.evaluate.metrics
-        if name in taken or "/" in name
-    ]
-    return errors
+        "choose another": name in taken or "/" in name
+        for name in evaluate.metrics
+    }
 
 
-def deployment_errors(job: "Job") -> list[str]:
-    """Return the problems of when the flow runs and of what it publishes."""
-    errors = []
-    if job.flow.cron is not None and not schedule(job.flow.cron):
-        errors.append(
-            f"flow.cron: {job.flow.cron!r} is not a schedule: give minute, hour, day of the month, month and day of "
-            "the week, like '0 3 * * 1'"
-        )
-    if job.publish.what != "merged" and job.model.lora is None:
-        errors.append(f"publish.what: {job.publish.what} needs model.lora, which trains the adapter")
-    if job.publish.what != "merged" and job.model.tokens is not None:
-        errors.append(
-            f"publish.what: {job.publish.what} publishes an adapter, and the base model of this one has the tokens of "
-            "model.tokens, which no published model has; use merged"
-        )
-    return errors
+def deployment_rules(job: "Job") -> Rules:
+    """Return the rules of when the flow runs and of what it publishes."""
+    cron, what = job.flow.cron, job.publish.what
+    return {
+        f"flow.cron: {cron!r} is not a schedule: give minute, hour, day of the month, month and day of the week, "
+        "like '0 3 * * 1'": cron is not None and not schedule(cron),
+        f"publish.what: {what} needs model.lora, which trains the adapter": what != "merged" and job.model.lora is None,
+        f"publish.what: {what} publishes an adapter, and the base model of this one has the tokens of model.tokens, "
+        "which no published model has; use merged": what != "merged" and job.model.tokens is not None,
+    }
 
 
-def schedule_fault(train: TrainConfig, steps: int | None) -> str | None:
-    """Return why warm-up and decay do not fit into a run of that many steps (None: not known yet); None if they do."""
+def is_schedule_longer(train: TrainConfig, steps: int | None) -> bool:
+    """Return whether warm-up and decay do not fit into a run of that many steps (None: not known yet)."""
     parts = [part or 0 for part in (train.warmup_steps, train.lr_decay_steps)]
     fixed = sum(part for part in parts if isinstance(part, int))
     fraction = sum(part for part in parts if isinstance(part, float))  # of the run
-    if fraction <= 1 and (not steps or fixed + fraction * steps <= steps):
-        return None
-    return (
-        "train.warmup_steps and train.lr_decay_steps together are longer than the run; shares of it (0.1) fit any "
-        "number of steps"
-    )
+    return fraction > 1 or bool(steps and fixed + fraction * steps > steps)
 
 
-def schedule_errors(job: "Job") -> list[str]:
+def schedule_rules(job: "Job") -> Rules:
     """Warm-up and decay must fit into the run."""
-    train, errors = job.train, []
-    if fault := schedule_fault(train, train.steps):
-        errors.append(fault)
-    if train.lr_decay_steps == 0:
-        errors.append(
-            "train.lr_decay_steps must be greater than 0; leave it out to decay over all steps after the warm-up"
-        )
-    if train.lr_decay_at_loss and not (train.lr_decay_steps and train.validate_every and job.data.validation):
-        errors.append("train.lr_decay_at_loss needs train.lr_decay_steps, train.validate_every and data.validation")
-    if train.lr_decay_at_loss and train.epochs and isinstance(train.lr_decay_steps, float):
-        errors.append(
-            "train.lr_decay_at_loss needs train.lr_decay_steps as a number of steps where train.epochs says how long "
-            "the run is"
-        )
-    return errors
+    train = job.train
+    return {
+        SCHEDULE_IS_LONGER: is_schedule_longer(train, train.steps),
+        "train.lr_decay_steps must be greater than 0; leave it out to decay over all steps after the warm-up": (
+            train.lr_decay_steps == 0
+        ),
+        "train.lr_decay_at_loss needs train.lr_decay_steps, train.validate_every and data.validation": (
+            train.lr_decay_at_loss and not (train.lr_decay_steps and train.validate_every and job.data.validation)
+        ),
+        "train.lr_decay_at_loss needs train.lr_decay_steps as a number of steps where train.epochs says how long the "
+        "run is": train.lr_decay_at_loss and train.epochs and isinstance(train.lr_decay_steps, float),
+    }
 
 
-def length_errors(job: "Job") -> list[str]:
+def length_rules(job: "Job") -> Rules:
     """When the run ends, and what its data must be for that."""
-    errors = []
-    if (job.train.steps is None) == (job.train.epochs is None):
-        errors.append(
-            "train.steps or train.epochs says how long to train: "
-            + ("give one" if job.train.steps is None else "not both")
-        )
-    if job.rollout:
-        epochs = {f"data.sources.{name}": source.epochs for name, source in job.data.sources.items()}
-        errors += [
-            f"{section}.epochs is for offline recipes; give train.steps"
-            for section, there in {"train": job.train.epochs, **epochs}.items()
-            if there
-        ]
-        if job.data.max_bad_rows_share:
-            errors.append("data.max_bad_rows_share is for offline recipes; online recipes stop at a bad row")
-        if job.data.mix.by != "samples":
-            errors.append("data.mix.by: tokens is for offline recipes; prompts are mixed by samples")
-    bounded = job.train.epochs or any(s.epochs for s in job.data.sources.values())
-    if job.data.mix.exhausted != "repeat" and not bounded:
-        errors.append(f"data.mix.exhausted: {job.data.mix.exhausted} needs train.epochs or a source's epochs")
-    if len(job.data.sources) > 1 and all(source.sampling_weight is None for source in job.data.sources.values()):
-        without = (
-            "if no source has a `sampling_weight`, every row is read once per epoch, and each source ends after its "
-            "epochs"
-        )
-        if job.data.mix.exhausted == "stop":
-            errors.append(f"data.mix.exhausted: stop needs sampling weights: {without}")
-        if job.data.mix.by == "tokens":
-            errors.append(f"data.mix.by: tokens needs sampling weights, which are then shares of tokens: {without}")
-    return errors
+    train, mix, sources = job.train, job.data.mix, job.data.sources
+    epochs = {"train": train.epochs} | {f"data.sources.{name}": source.epochs for name, source in sources.items()}
+    is_unweighted = len(sources) > 1 and all(source.sampling_weight is None for source in sources.values())
+    without = (
+        "if no source has a `sampling_weight`, every row is read once per epoch, and each source ends after its epochs"
+    )
+    return {
+        "train.steps or train.epochs says how long to train: give one": train.steps is None and train.epochs is None,
+        "train.steps or train.epochs says how long to train: not both": train.steps and train.epochs,
+        **{
+            f"{section}.epochs is for offline recipes; give train.steps": job.rollout and there
+            for section, there in epochs.items()
+        },
+        "data.max_bad_rows_share is for offline recipes; online recipes stop at a bad row": job.rollout
+        and job.data.max_bad_rows_share,
+        "data.mix.by: tokens is for offline recipes; prompts are mixed by samples": job.rollout and mix.by != "samples",
+        f"data.mix.exhausted: {mix.exhausted} needs train.epochs or a source's epochs": mix.exhausted != "repeat"
+        and not any(epochs.values()),
+        f"data.mix.exhausted: stop needs sampling weights: {without}": is_unweighted and mix.exhausted == "stop",
+        f"data.mix.by: tokens needs sampling weights, which are then shares of tokens: {without}": is_unweighted
+        and mix.by == "tokens",
+    }
 
 
-def foreign_model_errors(job: "Job") -> list[str]:
-    """Return the problems of keys that `model.backend: hf` does not support."""
-    if job.model.backend != "hf":
-        return []
+def foreign_model_rules(job: "Job") -> Rules:
+    """Return the rules of keys that `model.backend: hf` does not support."""
     uses = {
-        "model.replace": bool(job.model.replace),
-        "model.head": job.model.head is not None,
-        "model.quantization": job.model.quantization is not None,
+        "model.replace": job.model.replace,
+        "model.head": job.model.head,
+        "model.quantization": job.model.quantization,
         "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
-        "evaluate.ranking": job.evaluate.ranking is not None,
+        "evaluate.ranking": job.evaluate.ranking,
     }
-    return [f"{key} is not supported with model.backend: hf" for key, used in uses.items() if used]
+    is_foreign = job.model.backend == "hf"
+    return {f"{key} is not supported with model.backend: hf": is_foreign and used for key, used in uses.items()}
 
 
-def quantised_weight_errors(job: "Job") -> list[str]:
-    """Return the problems of keys that do not go with `model.quantization`."""
+def quantised_weight_rules(job: "Job") -> Rules:
+    """Return the rules of keys that do not go with `model.quantization`."""
     if job.model.quantization is None:
-        return []
-    exact, trains = job.model.quantization == "mxfp4", bool(job.model.trainable)
-    rules = {
+        return {}
+    nf4, trains = job.model.quantization == "nf4", bool(job.model.trainable)
+    return {
         "model.quantization needs model.lora, which trains adapters beside weights in four bits": job.model.lora
-        is not None,
-        "model.quantization needs compute.mesh.tensor_parallel_size: 1": job.compute.mesh.tensor_parallel_size == 1,
-        "model.quantization does not work with model.replace": not job.model.replace,
+        is None,
+        "model.quantization needs compute.mesh.tensor_parallel_size: 1": job.compute.mesh.tensor_parallel_size > 1,
+        "model.quantization does not work with model.replace": job.model.replace,
         "model.quantization: nf4 works with model.trainable in recipes sft, kd and rm only (the reference of others "
-        "would have weights that are not rounded)": exact or not trains or job.recipe in ("sft", "kd", "rm"),
+        "would have weights that are not rounded)": nf4 and trains and job.recipe not in ("sft", "kd", "rm"),
         "model.quantization: nf4 needs rollout.lora_sync: merged (an engine would apply the adapter alone to weights "
-        "that are not rounded)": exact or job.rollout is None or job.rollout.lora_sync != "adapter",
+        "that are not rounded)": nf4 and job.rollout and job.rollout.lora_sync == "adapter",
     }
-    return [error for error, kept in rules.items() if not kept]
 
 
-def deterministic_errors(job: "Job") -> list[str]:
-    """Return the problems of keys that do not go with `train.deterministic`."""
+def deterministic_rules(job: "Job") -> Rules:
+    """Return the rules of keys that do not go with `train.deterministic`."""
     if not job.train.deterministic:
-        return []
-    on_cpu, whole = job.compute.device == "cpu", job.compute.mesh.tensor_parallel_size == 1
-    rules = {
-        "train.deterministic needs train.precision: fp32": job.train.precision == "fp32",
-        "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": on_cpu,
-        "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout is None
-        or job.rollout.engine != "vllm",
-        "train.deterministic needs compute.threads: 1 in online recipes": job.rollout is None
-        or job.compute.threads == 1,
-        "train.deterministic needs a whole model on every worker: compute.mesh.tensor_parallel_size: 1": whole,
+        return {}
+    return {
+        "train.deterministic needs train.precision: fp32": job.train.precision != "fp32",
+        "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": (
+            job.compute.device != "cpu"
+        ),
+        "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout
+        and job.rollout.engine == "vllm",
+        "train.deterministic needs compute.threads: 1 in online recipes": job.rollout and job.compute.threads != 1,
+        "train.deterministic needs a whole model on every worker: compute.mesh.tensor_parallel_size: 1": (
+            job.compute.mesh.tensor_parallel_size > 1
+        ),
     }
-    return [error for error, kept in rules.items() if not kept]
 
 
-def watched_metric_errors(job: "Job") -> list[str]:
-    """Return the problems of a held-out loss that train.early_stopping or checkpoint.best watches."""
-    if not (job.train.early_stopping or job.checkpoint.best):
-        return []
+def watched_metric_rules(job: "Job") -> Rules:
+    """Return the rules of a held-out loss that train.early_stopping or checkpoint.best watches."""
+    train, best = job.train, job.checkpoint.best
+    if not (train.early_stopping or best):
+        return {}
     if job.rollout:
-        return ["train.early_stopping and checkpoint.best are for recipes without rollouts"]
-    errors, known = [], [f"loss/{name}" for name in job.data.validation]
-    if not (job.train.validate_every and known):
-        errors.append("train.early_stopping and checkpoint.best need data.validation and train.validate_every")
-    best = job.checkpoint.best
-    if best and known and best not in known:
-        errors.append(f"checkpoint.best: {best} cannot be watched; only held-out losses can: {', '.join(known)}")
-    if best and job.train.validate_every and job.checkpoint.every % job.train.validate_every:
-        errors.append(
-            "checkpoint.every must be a multiple of train.validate_every, "
-            "so that every checkpoint has the metric of checkpoint.best"
-        )
-    return errors
+        return {"train.early_stopping and checkpoint.best are for recipes without rollouts": True}
+    known = [f"loss/{name}" for name in job.data.validation]
+    return {
+        "train.early_stopping and checkpoint.best need data.validation and train.validate_every": not (
+            train.validate_every and known
+        ),
+        f"checkpoint.best: {best} cannot be watched; only held-out losses can: {', '.join(known)}": best
+        and known
+        and best not in known,
+        "checkpoint.every must be a multiple of train.validate_every, so that every checkpoint has the metric of "
+        "checkpoint.best": best and train.validate_every and job.checkpoint.every % train.validate_every,
+    }
 
 
-def own_component_errors(job: "Job") -> list[str]:
-    """Return the problems of keys that do not go with components and tokens of the user's own."""
-    model, tokens, errors = job.model, job.model.tokens, []
-    if tokens and not (tokens.added or tokens.file):
-        errors.append("model.tokens adds none: give added or file")
-    if tokens and tokens.init == "description" and not tokens.file:
-        errors.append("model.tokens.init: description needs model.tokens.file, whose rows have a description")
+def own_component_rules(job: "Job") -> Rules:
+    """Return the rules of keys that do not go with components and tokens of the user's own."""
+    model, tokens = job.model, job.model.tokens
     can_share = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
-    if job.data.share_prefixes and (model.replace or not can_share):
-        errors.append("data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace")
-    custom_head = model.head or "head" in model.replace
-    if custom_head and job.rollout:
-        errors.append(
-            "model.head: rollouts are sampled from logits over the vocabulary, not from a custom head; "
-            "train it with an offline recipe, or remove the custom head"
-        )
-    if custom_head and job.evaluate.sources:
-        errors.append("model.head: evaluate.sources needs a model that generates text")
+    has_head = model.head or "head" in model.replace
     engines = {
         "rollout.engine": job.rollout.engine if job.rollout else None,
         "evaluate.engine": job.evaluate.engine if job.evaluate.sources else None,
     }
-    if model.replace:
-        errors += [
-            f"{key}: vllm does not know the components of model.replace; use native"
-            for key, engine in engines.items()
-            if engine == "vllm"
-        ]
-    return errors
+    return {
+        "model.tokens adds none: give added or file": tokens and not (tokens.added or tokens.file),
+        "model.tokens.init: description needs model.tokens.file, whose rows have a description": tokens
+        and tokens.init == "description"
+        and not tokens.file,
+        "data.share_prefixes is for recipe sft with model.backend: ptf and without model.replace": (
+            job.data.share_prefixes and (model.replace or not can_share)
+        ),
+        "model.head: rollouts are sampled from logits over the vocabulary, not from a custom head; train it with an "
+        "offline recipe, or remove the custom head": has_head and job.rollout,
+        "model.head: evaluate.sources needs a model that generates text": has_head and job.evaluate.sources,
+    } | {
+        f"{key}: vllm does not know the components of model.replace; use native": model.replace and engine == "vllm"
+        for key, engine in engines.items()
+    }
 
 
-RULES: tuple[Callable[["Job"], list[str]], ...] = (
-    data_parallel_errors,
-    name_errors,
-    secret_errors,
-    launch_errors,
-    length_errors,
-    schedule_errors,
-    deterministic_errors,
-    watched_metric_errors,
-    own_component_errors,
-    foreign_model_errors,
-    quantised_weight_errors,
-    pool_errors,
-    held_out_errors,
-    deployment_errors,
-    rollout_errors,
-    prompt_errors,
+RULES: tuple[Callable[["Job"], Rules], ...] = (
+    data_parallel_rules,
+    name_rules,
+    secret_rules,
+    launch_rules,
+    length_rules,
+    schedule_rules,
+    deterministic_rules,
+    watched_metric_rules,
+    own_component_rules,
+    foreign_model_rules,
+    quantised_weight_rules,
+    pool_rules,
+    held_out_rules,
+    deployment_rules,
+    rollout_rules,
+    prompt_rules,
 )
 
 
 def broken(job: "Job") -> list[str]:
     """One line for each rule that is broken, the recipe's own among them, beginning with the key to change."""
-    own = job.algo.config_errors(job) if isinstance(job.algo, AlgoConfig) else []
-    return [error for rule in RULES for error in rule(job)] + own
+    own = job.algo.config_rules(job) if isinstance(job.algo, AlgoConfig) else {}
+    tables = [*(rules(job) for rules in RULES), own]
+    return [line for table in tables for line, is_broken in table.items() if is_broken]

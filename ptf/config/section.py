@@ -16,6 +16,8 @@ def changeable(default: Any, **limits: Any) -> Any:
     return Field(default, json_schema_extra={"resume": "changeable"}, **limits)
 
 
+# what is said of a job that breaks a rule, a line that begins with the key to change → whether the job does
+Rules = dict[str, object]
 MOST = 10**15  # more of anything does not fit into the numbers that count it
 
 
@@ -101,9 +103,9 @@ class AlgoConfig(Section):
         """Key (dotted, below `algo`) → value of each key that names a model to load."""
         return {}
 
-    def config_errors(self, job: "Job") -> list[str]:
-        """One line for each broken rule that involves this algorithm; it begins with the key to change."""
-        return []
+    def config_rules(self, job: "Job") -> Rules:
+        """Return the rules that involve this algorithm."""
+        return {}
 
     def in_force(self, job: "Job") -> "AlgoConfig":
         """Return these keys, with `auto` replaced by what it is for the job."""

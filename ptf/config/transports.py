@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ptf.config.section import Rules
+
 if TYPE_CHECKING:
     from ptf.config.schema import Job
 
@@ -173,12 +175,12 @@ def resolve_transport(job: "Job", gpu: bool) -> str:
     )
 
 
-def config_errors(job: "Job") -> list[str]:
-    """Return the problems of `rollout.transport` with the rest of the job, as lines that begin with the key."""
+def config_rules(job: "Job") -> Rules:
+    """Return what keeps a job from using the transport that it names."""
     assert job.rollout is not None
     name = job.rollout.transport
     named = TRANSPORTS.get(name)  # None: auto
-    return [f"rollout.transport: {name}: {problem}" for problem in (named.errors(job) if named else ())]
+    return {f"rollout.transport: {name}: {problem}": True for problem in (named.errors(job) if named else ())}
 
 
 def advice(job: "Job", gpu: bool) -> list[str]:

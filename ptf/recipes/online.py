@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ptf.config.section import AlgoConfig, Count, Positive, PositiveFloat, changeable
+from ptf.config.section import AlgoConfig, Count, Positive, PositiveFloat, Rules, changeable
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -57,29 +57,22 @@ class OnlineConfig(AlgoConfig):
             update={"tis_cap": DEFAULT_TIS_CAP_ASYNC if stale else DEFAULT_TIS_CAP[job.train.precision]}
         )
 
-    def config_errors(self, job: "Job") -> list[str]:
-        """Return a line for each broken rule of these keys, among them those of `rollout.top_p` below 1: under another
-        policy the nucleus differs, and may not contain a sampled token."""
+    def config_rules(self, job: "Job") -> Rules:
+        """Return the rules of these keys, among them those of `rollout.top_p` below 1: under another policy the
+        nucleus differs, and may not contain a sampled token."""
         assert job.rollout is not None
-        problems = {
+        return {
             "algo.tis_mode and algo.tis_level have no effect without algo.tis_cap": (
                 self.in_force(job).tis_cap is None and (self.tis_mode, self.tis_level) != ("truncate", "token")
             ),
             "algo.tis_cap must be above 1 with algo.tis_mode: mask, which leaves out weights above it and below its "
             "inverse": self.tis_mode == "mask" and isinstance(self.tis_cap, float) and self.tis_cap <= 1,
             "algo.dual_clip is for algo.policy_loss: clip": self.policy_loss == "cispo" and self.dual_clip is not None,
-        }
-        errors = [problem for problem, present in problems.items() if present]
-        return errors + (self.excluded_by_top_p() if job.rollout.top_p < 1 else [])
-
-    def excluded_by_top_p(self) -> list[str]:
-        """Return a line for each setting that `rollout.top_p` below 1 excludes."""
-        if self.update_epochs * self.num_minibatches == 1:
-            return []
-        return [
             "rollout.top_p: below 1, a second optimizer step trains a policy whose nucleus may not contain a sampled "
-            "token; set algo.update_epochs: 1 and algo.num_minibatches: 1, or rollout.top_p: 1"
-        ]
+            "token; set algo.update_epochs: 1 and algo.num_minibatches: 1, or rollout.top_p: 1": (
+                job.rollout.top_p < 1 and self.update_epochs * self.num_minibatches > 1
+            ),
+        }
 
 
 class RewardedConfig(OnlineConfig):
@@ -101,37 +94,22 @@ class RewardedConfig(OnlineConfig):
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss, or subtract it from the reward."""
 
-    def config_errors(self, job: "Job") -> list[str]:
-        """Return a line for each broken rule of these keys."""
+    def config_rules(self, job: "Job") -> Rules:
+        """Return the rules of these keys."""
         assert job.rollout is not None
-        errors = super().config_errors(job)
-        if self.kl_coef and self.kl_estimator == "k1" and self.kl_in == "loss":
-            errors.append(
-                "algo.kl_estimator: on policy, the gradient of k1 is 0 on average: in the loss it adds noise alone; "
-                "use k2 or k3, or kl_in: reward"
-            )
         rollout = job.rollout
-        if self.credit_level == "turn" and not rollout.is_multi_turn:
-            errors.append(
-                "algo.credit_level: turn is for episodes (rollout.environment, play or harness); a "
-                "response is one turn, whose credit is its reward; set algo.credit_level: episode"
-            )
-        if self.overlong_buffer_tokens and rollout.is_multi_turn:
-            errors.append(
-                "algo.overlong_buffer_tokens applies to single responses, because rollout.max_new_tokens limits each "
-                "turn and not the episode (rollout.environment, play or harness); set it to 0"
-            )
-        if self.overlong_buffer_tokens > job.rollout.max_new_tokens:
-            errors.append(
-                f"algo.overlong_buffer_tokens ({self.overlong_buffer_tokens}) is more than "
-                f"rollout.max_new_tokens ({job.rollout.max_new_tokens})"
-            )
-        return errors
-
-    def excluded_by_top_p(self) -> list[str]:
-        """Add the KL to the reference to what `rollout.top_p` below 1 excludes."""
-        reference = (
+        return {
+            **super().config_rules(job),
+            "algo.kl_estimator: on policy, the gradient of k1 is 0 on average: in the loss it adds noise alone; use "
+            "k2 or k3, or kl_in: reward": self.kl_coef and self.kl_estimator == "k1" and self.kl_in == "loss",
+            "algo.credit_level: turn is for episodes (rollout.environment, play or harness); a response is one turn, "
+            "whose credit is its reward; set algo.credit_level: episode": self.credit_level == "turn"
+            and not rollout.is_multi_turn,
+            "algo.overlong_buffer_tokens applies to single responses, because rollout.max_new_tokens limits each "
+            "turn and not the episode (rollout.environment, play or harness); set it to 0": self.overlong_buffer_tokens
+            and rollout.is_multi_turn,
+            f"algo.overlong_buffer_tokens ({self.overlong_buffer_tokens}) is more than rollout.max_new_tokens "
+            f"({rollout.max_new_tokens})": self.overlong_buffer_tokens > rollout.max_new_tokens,
             "rollout.top_p: below 1, the reference's nucleus may not contain a sampled token; set algo.kl_coef: 0 or "
-            "rollout.top_p: 1"
-        )
-        return super().excluded_by_top_p() + [reference] * (self.kl_coef > 0)
+            "rollout.top_p: 1": rollout.top_p < 1 and self.kl_coef,
+        }

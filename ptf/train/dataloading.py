@@ -8,7 +8,7 @@ from pathlib import Path
 from ptf.compute.peers import peers
 from ptf.compute.world import World
 from ptf.config import Job
-from ptf.config.rules import schedule_fault
+from ptf.config.rules import SCHEDULE_IS_LONGER, is_schedule_longer
 from ptf.data.chat import FIELD
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
@@ -130,8 +130,8 @@ def preview_data(job: Job, partitions: Partitions, few: int | None = None) -> tu
 
 def _raise_if_schedule_is_longer(job: Job, plan: DataPlan) -> None:
     """Raise UserError if warm-up and decay are longer than the longest run that the data may give."""
-    if fault := schedule_fault(job.train, plan.steps[1]):
-        raise UserError(f"{fault} (it has {plan.steps[1]:,})")
+    if is_schedule_longer(job.train, plan.steps[1]):
+        raise UserError(f"{SCHEDULE_IS_LONGER} (it has {plan.steps[1]:,})")
 
 
 def held_out_sequences(

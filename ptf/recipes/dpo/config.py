@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ptf.config.section import AlgoConfig, PositiveFloat
-from ptf.recipes.rules import custom_head_errors, precomputed_errors, whole_answer_errors
+from ptf.config.section import AlgoConfig, PositiveFloat, Rules
+from ptf.recipes.rules import custom_head_rules, precomputed_rules, whole_answer_rules
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -38,13 +38,15 @@ class DPOConfig(AlgoConfig):
         """Return the reference's path, if the job names one."""
         return {"reference": self.reference} if self.reference else {}
 
-    def config_errors(self, job: "Job") -> list[str]:
-        """Return a line for each broken rule of these keys."""
-        errors = whole_answer_errors(job) + custom_head_errors(job)
-        if self.loss_type == "simpo" and self.reference:
-            errors.append("algo.reference: simpo has no reference")
-        if self.loss_type == "simpo" and self.precompute:
-            errors.append("algo.precompute: simpo has no reference")
-        if self.loss_type != "sigmoid" and self.label_smoothing:
-            errors.append(f"algo.label_smoothing belongs to algo.loss_type: sigmoid, not to {self.loss_type}")
-        return errors + (precomputed_errors(job) if self.precompute else [])
+    def config_rules(self, job: "Job") -> Rules:
+        """Return the rules of these keys."""
+        return {
+            **whole_answer_rules(job),
+            **custom_head_rules(job),
+            "algo.reference: simpo has no reference": self.loss_type == "simpo" and self.reference,
+            "algo.precompute: simpo has no reference": self.loss_type == "simpo" and self.precompute,
+            f"algo.label_smoothing belongs to algo.loss_type: sigmoid, not to {self.loss_type}": (
+                self.loss_type != "sigmoid" and self.label_smoothing
+            ),
+            **precomputed_rules(job, self.precompute),
+        }

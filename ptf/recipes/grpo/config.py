@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from ptf.config.section import Fraction
+from ptf.config.section import Fraction, Rules
 from ptf.recipes.online import RewardedConfig
 
 if TYPE_CHECKING:
@@ -47,27 +47,24 @@ class GRPOConfig(RewardedConfig):
             if what.weight > 0 and what.weight != 1
         ]
 
-    def config_errors(self, job: "Job") -> list[str]:
-        """Return a line for each broken rule of these keys."""
+    def config_rules(self, job: "Job") -> Rules:
+        """Return the rules of these keys."""
         assert job.rollout is not None
-        errors = super().config_errors(job)
-        if job.rollout.group_size < 2:
-            errors.append(
-                "rollout.group_size must be at least 2: GRPO compares the responses to one prompt with each other"
-            )
-        if self.policy_loss == "cispo" and self.importance_sampling_level == "sequence":
-            errors.append("algo.policy_loss: cispo weights each token; set algo.importance_sampling_level: token")
-        if self.baseline == "leave_one_out" and self.scale_by_std:
-            errors.append(
-                "algo.scale_by_std must be false with algo.baseline: leave_one_out, which does not divide by the "
-                "standard deviation; its default is true"
-            )
-        if self.credit_level == "turn" and self.baseline != "leave_one_out":
-            errors.append(
-                "algo.baseline must be leave_one_out with algo.credit_level: turn (and algo.scale_by_std: false): "
-                "where episodes differ in their numbers of turns, a mean that includes the episode itself, and a "
-                "standard deviation of the turn, bias the gradient"
-            )
-        if self.turn_discount != 1 and self.credit_level != "turn":
-            errors.append("algo.turn_discount has no effect without algo.credit_level: turn; set that, or remove it")
-        return errors
+        return {
+            **super().config_rules(job),
+            "rollout.group_size must be at least 2: GRPO compares the responses to one prompt with each other": (
+                job.rollout.group_size < 2
+            ),
+            "algo.policy_loss: cispo weights each token; set algo.importance_sampling_level: token": (
+                self.policy_loss == "cispo" and self.importance_sampling_level == "sequence"
+            ),
+            "algo.scale_by_std must be false with algo.baseline: leave_one_out, which does not divide by the "
+            "standard deviation; its default is true": self.baseline == "leave_one_out" and self.scale_by_std,
+            "algo.baseline must be leave_one_out with algo.credit_level: turn (and algo.scale_by_std: false): where "
+            "episodes differ in their numbers of turns, a mean that includes the episode itself, and a standard "
+            "deviation of the turn, bias the gradient": self.credit_level == "turn"
+            and self.baseline != "leave_one_out",
+            "algo.turn_discount has no effect without algo.credit_level: turn; set that, or remove it": (
+                self.turn_discount != 1 and self.credit_level != "turn"
+            ),
+        }

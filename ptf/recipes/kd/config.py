@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ptf.config.section import WORD, AlgoConfig, Positive, PositiveFloat, Section
-from ptf.recipes.rules import custom_head_errors, precomputed_errors
+from ptf.config.section import WORD, AlgoConfig, Positive, PositiveFloat, Rules, Section
+from ptf.recipes.rules import custom_head_rules, precomputed_rules
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -46,11 +46,15 @@ class KDConfig(AlgoConfig):
         """Return the path of each teacher."""
         return {f"teachers.{name}.path": teacher.path for name, teacher in self.teachers.items()}
 
-    def config_errors(self, job: "Job") -> list[str]:
-        """Return a line for each broken rule of these keys."""
-        errors = custom_head_errors(job)
-        if self.loss_type != "js" and self.beta != type(self).model_fields["beta"].default:
-            errors.append(f"algo.beta belongs to algo.loss_type: js, not to {self.loss_type}")
-        if self.precompute and self.top_k is None:
-            errors.append("algo.precompute needs algo.top_k: whole distributions are too large to store")
-        return errors + (precomputed_errors(job) if self.precompute else [])
+    def config_rules(self, job: "Job") -> Rules:
+        """Return the rules of these keys."""
+        return {
+            **custom_head_rules(job),
+            f"algo.beta belongs to algo.loss_type: js, not to {self.loss_type}": (
+                self.loss_type != "js" and self.beta != type(self).model_fields["beta"].default
+            ),
+            "algo.precompute needs algo.top_k: whole distributions are too large to store": (
+                self.precompute and self.top_k is None
+            ),
+            **precomputed_rules(job, self.precompute),
+        }

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ptf.config.section import Rules
 from ptf.recipes.online import OnlineConfig
 
 if TYPE_CHECKING:
@@ -19,14 +20,15 @@ class OPDConfig(OnlineConfig):
         """Return the teacher's path."""
         return {"teacher": self.teacher}
 
-    def config_errors(self, job: "Job") -> list[str]:
-        """Return a line for each broken rule of these keys."""
+    def config_rules(self, job: "Job") -> Rules:
+        """Return the rules of these keys; `rollout.top_p` must be 1, because the teacher has another nucleus."""
         assert job.rollout is not None
-        errors = super().config_errors(job)
-        if job.rollout.max_resampling_rounds:
-            errors.append("rollout.max_resampling_rounds is for recipes that learn from rewards; opd only reports them")
-        return errors
-
-    def excluded_by_top_p(self) -> list[str]:
-        """Exclude `rollout.top_p` below 1 always, because the teacher has another nucleus."""
-        return ["rollout.top_p must be 1 with recipe opd: the teacher's nucleus may not contain a sampled token"]
+        return {
+            **super().config_rules(job),
+            "rollout.max_resampling_rounds is for recipes that learn from rewards; opd only reports them": (
+                job.rollout.max_resampling_rounds
+            ),
+            "rollout.top_p must be 1 with recipe opd: the teacher's nucleus may not contain a sampled token": (
+                job.rollout.top_p < 1
+            ),
+        }

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from ptf.config.section import Count, Fraction, PositiveFloat
+from ptf.config.section import Count, Fraction, PositiveFloat, Rules
 from ptf.recipes.online import RewardedConfig
 
 if TYPE_CHECKING:
@@ -31,19 +31,13 @@ class PPOConfig(RewardedConfig):
     kl_in: Literal["loss", "reward"] = "reward"
     """Subtract the KL from each token's reward, or add it to the loss."""
 
-    def config_errors(self, job: "Job") -> list[str]:
-        """Return a line for each broken rule of these keys."""
-        errors = super().config_errors(job)
-        if self.bootstrap_truncated and self.overlong_filter:
-            errors.append(
-                "algo.bootstrap_truncated has no effect with algo.overlong_filter, which trains on no response that "
-                "was truncated at a limit; set one of them to false"
-            )
-        return errors
-
-    def excluded_by_top_p(self) -> list[str]:
-        """Add the critic's warm-up to what `rollout.top_p` below 1 excludes."""
-        warmup = (
-            "rollout.top_p must be 1 while the critic is trained alone; set algo.critic_warmup: 0 or rollout.top_p: 1"
-        )
-        return super().excluded_by_top_p() + [warmup] * (self.critic_warmup > 0)
+    def config_rules(self, job: "Job") -> Rules:
+        """Return the rules of these keys."""
+        assert job.rollout is not None
+        return {
+            **super().config_rules(job),
+            "algo.bootstrap_truncated has no effect with algo.overlong_filter, which trains on no response that was "
+            "truncated at a limit; set one of them to false": self.bootstrap_truncated and self.overlong_filter,
+            "rollout.top_p must be 1 while the critic is trained alone; set algo.critic_warmup: 0 or "
+            "rollout.top_p: 1": job.rollout.top_p < 1 and self.critic_warmup,
+        }

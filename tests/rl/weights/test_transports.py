@@ -14,7 +14,7 @@ from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.transports import (
     TRANSPORTS,
     advice,
-    config_errors,
+    config_rules,
     resolve_transport,
     with_lora_sync,
 )
@@ -94,7 +94,7 @@ def test_the_fastest_that_a_job_can_use_is_chosen(keys, gpu, transport):
     found = job(**keys)
     assert resolve_transport(found, gpu) == transport
     assert not list(TRANSPORTS[transport].errors(found))
-    assert not config_errors(found)
+    assert not config_rules(found)
 
 
 @pytest.mark.parametrize(
