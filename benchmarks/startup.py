@@ -127,11 +127,11 @@ def on_ray(directory: Path) -> Figures:
         }
         write_job_file(job, run)
         with Gang("gang", workers=1, threads=1, timeout_s=300.0) as gang:
-            (found,) = gang.execute(rank_on_ray, [(str(run), lease.text)])
+            (found,) = gang.execute(rank_on_ray, [(str(run), lease)])
     return started | found
 
 
-def rank_on_ray(directory: str, lease: str) -> Figures:
+def rank_on_ray(directory: str, lease: Any) -> Figures:
     """Be a rank on Ray until its first step; what its process had used before is Ray's, verl's and the gang's."""
     before, imports = time.process_time(), Imports()
     from ptf.run import run_rank

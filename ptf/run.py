@@ -24,16 +24,27 @@ from ptf.compute import launch, shutdown
 from ptf.compute.device_defaults import settled
 from ptf.compute.lease import Lease, hold_lease
 from ptf.compute.tracking import raise_if_no_login
-from ptf.config import Job, dump, fingerprint, load, loads, model_paths, plugin, resolve, shown, sources_of
+from ptf.config import (
+    Job,
+    dump,
+    fingerprint,
+    load,
+    loads,
+    model_paths,
+    plugin,
+    raise_if_fixed_keys_changed,
+    resolve,
+    shown,
+    sources_of,
+)
 from ptf.config.plugin import PLUGINS, plugin_path
 from ptf.config.plugin_code import code_of, uses
+from ptf.config.recipes import algo_config
 from ptf.config.sections.data import Source
 from ptf.data.prepare import prepare
 from ptf.data.sources import hub
 from ptf.errors import Retryable, UserError
-from ptf.recipes import registry
 from ptf.storage import published_versions
-from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.workspace import disk, progress, scratch
 from ptf.workspace.credentials import redacted
 
@@ -124,8 +135,8 @@ def datasets_at_commits(job: Job, run_name: str | None = None) -> dict[str, str]
     Later stages and resumes use the mapping, so that all of them read the same commit. If the config names no revision,
     it is the commit that an earlier attempt at the run read; otherwise it is the revision's newest commit.
     """
-    text = begun_job(Path(job.output) / run_name) if run_name else None
-    before = sources_of(loads(text)) if text else {}
+    begun = begun_job(Path(job.output) / run_name) if run_name else None
+    before = sources_of(begun) if begun else {}
     datasets = {}
     for key, source in sources_of(job).items():
         is_elsewhere = source.kind == "tokenized" or source.path.startswith("prepare:")
@@ -184,7 +195,7 @@ def run(job: Job, run_name: str) -> Path:
     """
     check_run_name(run_name)
     directory = Path(job.output) / run_name
-    job = settled_as_begun(shown(job), directory)
+    job = settled(shown(job), begun_job(directory))
     with disk.disk_errors_as_user_errors(
         job.output, *([job.checkpoint.to] if job.checkpoint.to and storage.is_local(job.checkpoint.to) else [])
     ):
@@ -198,16 +209,17 @@ def run(job: Job, run_name: str) -> Path:
 
 def begin(job: Job, directory: Path) -> None:
     """Begin an attempt at the run in the directory, whose lease the caller holds."""
-    raise_if_no_login(job.track.wandb_project)
+    if job.track.wandb_project:
+        raise_if_no_login()
     write_job_file(job, directory)
     if not os.environ.get(launch.LAUNCHED):
-        shutdown.forget(directory)
+        (directory / shutdown.STOP).unlink(missing_ok=True)
         remove_leftovers(job, directory.name)
 
 
 def _run(job: Job, directory: Path, lease: Lease) -> None:
     begin(job, directory)
-    if registry.is_online(job):
+    if algo_config(job).online:
         with entry.large_imports():
             from ptf.rl.online_run import train_online
 
@@ -216,12 +228,12 @@ def _run(job: Job, directory: Path, lease: Lease) -> None:
         from ptf.compute.gang import on_ray
 
         with shutdown.passing_on(directory):
-            on_ray(run_rank, (str(directory), lease.text), job.compute, directory, "train")
+            on_ray(run_rank, (str(directory), lease), job.compute, directory, "train")
     elif job.compute.launcher == "torchrun":
         with shutdown.passing_on(directory):
             launch.torchrun([str(directory), "--lease", lease.text], job.compute, directory)
     else:
-        run_rank(str(directory), lease.text)
+        run_rank(str(directory), lease)
 
 
 def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
@@ -257,13 +269,6 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
         raise UserError(message) if refused else Retryable(message)
 
 
-def settled_as_begun(job: Job, directory: Path) -> Job:
-    """Return the job with the values that `auto` had when the run in the directory began, or has for a new one
-    (ptf.compute.device_defaults)."""
-    text = begun_job(directory)
-    return settled(job, loads(text) if text else None)
-
-
 def write_job_file(job: Job, directory: Path) -> None:
     """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a fixed key.
 
@@ -285,9 +290,10 @@ def has_stepped(directory: Path) -> bool:
     return (metrics.is_file() and metrics.stat().st_size > 0) or any((directory / "checkpoints").glob("*"))
 
 
-def begun_job(directory: Path) -> str | None:
-    """Return `read_job_file` of a run that has made a step; None for others, which begin anew."""
-    return read_job_file(directory) if has_stepped(directory) else None
+def begun_job(directory: Path) -> Job | None:
+    """Return the stored job of a run that has made a step; None for others, which begin anew."""
+    text = read_job_file(directory) if has_stepped(directory) else None
+    return loads(text) if text else None
 
 
 def _write_plugins(job: Job, directory: Path) -> None:
@@ -334,14 +340,14 @@ def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
     if run_name is None:
         return {}
     check_run_name(run_name)
-    text = begun_job(Path(job.output) / run_name)
-    if text is None:
+    begun = begun_job(Path(job.output) / run_name)
+    if begun is None:
         return {}
-    then, published = model_paths(loads(text)), published_models(job)
+    then, published = model_paths(begun), published_models(job)
     return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
 
 
-def run_rank(directory: str, lease: str, world: "World | None" = None) -> None:
+def run_rank(directory: str, lease: Lease, world: "World | None" = None) -> None:
     """Train as one rank of the offline run in the directory, by its stored job; the process that started it holds the
     lease. `world`: the rank that this process is already."""
     with entry.large_imports():
@@ -351,7 +357,7 @@ def run_rank(directory: str, lease: str, world: "World | None" = None) -> None:
     assert text is not None, "the run has begun"
     job = loads(text)
     with contextlib.nullcontext(world) if world else world_of(job) as joined:
-        train_offline(job, joined, Path(directory), Lease.parse(lease))
+        train_offline(job, joined, Path(directory), lease)
 
 
 def world_of(job: Job) -> "contextlib.AbstractContextManager[World]":
@@ -365,19 +371,19 @@ def world_of(job: Job) -> "contextlib.AbstractContextManager[World]":
 
 def run_by_hand(job: Job, run_name: str | None) -> None:
     """Train as one of the ranks of a torchrun that was started by hand; the first one begins the run for all."""
-    if registry.is_online(job):
+    if algo_config(job).online:
         raise UserError("an online recipe has one controller, not ranks: use `ptf train` or its flow")
     if job.compute.workers != (size := int(os.environ.get("WORLD_SIZE", 1))):
         raise UserError(f"compute.workers is {job.compute.workers}, but torchrun started {size} processes")
     with disk.disk_errors_as_user_errors(job.output), world_of(job) as world, contextlib.ExitStack() as held:
 
-        def begun() -> tuple[str, str]:
+        def begun() -> tuple[str, Lease]:
             found = shown(resolved(job, recorded_models(job, run_name), run_name))
             directory = Path(found.output) / (run_name or new_run_name(found))
             print(f"run name {directory.name}", flush=True)
             lease = held.enter_context(hold_lease(found, directory))
-            begin(settled_as_begun(found, directory), directory)
-            return str(directory), lease.text
+            begin(settled(found, begun_job(directory)), directory)
+            return str(directory), lease
 
         directory, lease = world.together(begun)
         run_rank(directory, lease, world)
@@ -402,7 +408,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.lease:
             (directory,) = given.config
             with disk.disk_errors_as_user_errors(directory):
-                run_rank(directory, given.lease)
+                run_rank(directory, Lease.parse(given.lease))
         else:
             run_by_hand(load(*given.config, overrides=given.set), given.run_name)
     except UserError as error:

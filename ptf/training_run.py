@@ -8,7 +8,7 @@ from ptf import storage
 from ptf.artifact import Artifact
 from ptf.compute.checkpoint import STEP
 from ptf.compute.tracking import read_metrics
-from ptf.config import Job, dump, loads
+from ptf.config import Job, dump, loads, raise_if_fixed_keys_changed
 from ptf.config.plugin import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
@@ -16,7 +16,6 @@ from ptf.evaluate.gate import unmeasured
 from ptf.run import JOB, new_run_name, read_job_file, recorded_models, resolved, run
 from ptf.train.components import abbreviated
 from ptf.train.export import MODEL
-from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
@@ -154,7 +153,7 @@ def _record(directory: Path, name: str, advice: str) -> dict:
 def _overridden(text: str, overrides: Sequence[str]) -> Job:
     """Return the job of a text with changeable keys changed. Raises UserError for a key that may not change."""
     job = loads(text, overrides)
-    raise_if_fixed_keys_changed(text, job)
+    raise_if_fixed_keys_changed(loads(text), job)
     return job
 
 

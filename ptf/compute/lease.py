@@ -146,7 +146,7 @@ class Lease:
             if storage.is_local(uri):
                 self._read(uri)
             else:
-                self._renew(uri)
+                self.renew(uri)
 
     @contextlib.contextmanager
     def commit(self, local: bool = False) -> Iterator[None]:
@@ -161,25 +161,21 @@ class Lease:
                     locks.enter_context(_locked(uri))
                     self._read(uri)
                 elif not local:
-                    self._renew(uri)
+                    self.renew(uri)
             yield
-
-    def renew(self) -> None:
-        """Write a heartbeat. Raises LeaseLost."""
-        for uri in self.tokens:
-            self._renew(uri)
 
     def release(self) -> None:
         """Mark the lease as free, so that the next holder need not wait for a missing heartbeat."""
         for uri in self.tokens:
             try:
-                self._renew(uri, released=True)
+                self.renew(uri, released=True)
             except LeaseLost:
                 pass  # another process holds it
             except Exception as error:  # the next holder then waits for this process's end, or for missing heartbeats
                 print(f"the lease {uri} could not be released: {type(error).__name__}: {error}", flush=True)
 
-    def _renew(self, uri: str, released: bool = False) -> None:
+    def renew(self, uri: str, released: bool = False) -> None:
+        """Write a heartbeat, or that the lease is free. Raises LeaseLost."""
         while True:
             text, record = self._read(uri)
             renewed = Record(record.token, record.holder, record.since, time.monotonic(), released)
@@ -232,7 +228,8 @@ def _beat(lease: Lease, done: threading.Event) -> None:
     failed = ""
     while not done.wait(BEAT_S):
         try:
-            lease.renew()
+            for uri in lease.tokens:
+                lease.renew(uri)
             failed = ""
         except LeaseLost:
             return  # the next commit raises it

@@ -46,13 +46,6 @@ class StopSignal:
         return self._set or (self.run / STOP).exists()
 
 
-@contextlib.contextmanager
-def passing_on(run: Path) -> Iterator[None]:
+def passing_on(run: Path) -> contextlib.AbstractContextManager[None]:
     """Write the stop file on SIGTERM while the block runs; for a process that waits for the processes that train."""
-    with on_sigterm((run / STOP).touch):
-        yield
-
-
-def forget(run: Path) -> None:
-    """Remove the stop file before a run's next attempt."""
-    (run / STOP).unlink(missing_ok=True)
+    return on_sigterm((run / STOP).touch)

@@ -135,10 +135,9 @@ class TensorBoard:
         self._writer.close()
 
 
-def raise_if_no_login(project: str | None) -> None:
-    """Raise UserError if wandb, which a project needs, is not installed, or has no login for an online run."""
-    if project is None:
-        return
+def raise_if_no_login() -> None:
+    """Raise UserError if wandb, which `track.wandb_project` needs, is not installed, or has no login for an online
+    run."""
     try:
         import wandb
     except ImportError:
@@ -162,7 +161,7 @@ class WandB:
     """
 
     def __init__(self, directory: Path, project: str) -> None:
-        raise_if_no_login(project)
+        raise_if_no_login()
         import wandb
 
         file, name = directory / "wandb_id", directory.name

@@ -25,6 +25,7 @@ from ptf.config.schema import Job, job_class, jobs
 from ptf.config.section import AlgoConfig, Section
 from ptf.config.sections.data import Source
 from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
+from ptf.errors import UserError
 from ptf.workspace.credentials import HIDDEN, REFERENCE
 
 
@@ -138,6 +139,16 @@ def resolve(
 def frozen_differences(old: Job, new: Job) -> list[str]:
     """Return the changes that a resume does not allow, each as `key: old → new`."""
     return list(_differences(_in_force(old), _in_force(new), ""))
+
+
+def raise_if_fixed_keys_changed(begun: Job, job: Job) -> None:
+    """Raise UserError naming every fixed key in which a job differs from the one that its run began with."""
+    if changed := frozen_differences(begun, job):
+        raise UserError(
+            "this run was begun with other values of keys that are fixed:\n  "
+            + "\n  ".join(changed)
+            + "\nrestore these keys, or begin a run with another name"
+        )
 
 
 def _in_force(job: Job) -> Job:

@@ -16,7 +16,7 @@ from ptf.evaluate import gate
 from ptf.evaluate.evaluation_check import check_evaluation
 from ptf.evaluate.measurement import measure_model, measure_run
 from ptf.model import bridge
-from ptf.run import settled_as_begun
+from ptf.run import begun_job
 from ptf.storage import published_versions
 from ptf.training_run import record_evaluation
 from ptf.workspace import disk, progress, scratch
@@ -32,7 +32,7 @@ def evaluate_run(job: Job, run: Path) -> dict[str, float]:
     is repeated if a process was lost, Ray did not start or a port was taken. Raises RunInUse if another process
     works in the run.
     """
-    job, there = settled_as_begun(job, run), published_versions.manifest(job.versions)
+    job, there = settled(job, begun_job(run)), published_versions.manifest(job.versions)
     with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease, progress.stage("evaluate"):
         metrics = retry(lambda: measure_run(job, run))
         with lease.commit():

@@ -5,8 +5,8 @@ It imports no torch, because the first step of every flow that does work calls i
 
 from ptf.config import ConfigError, Job, Plugin
 from ptf.config.plugin import bind
+from ptf.config.recipes import algo_config
 from ptf.events.ranking_metrics import MEASURES, TASKS
-from ptf.recipes import registry
 
 
 def check_evaluation(job: Job) -> None:
@@ -27,7 +27,7 @@ def check_evaluation(job: Job) -> None:
     if metric is None or metric.startswith("train/"):
         return
     names = _of_responses_and_rankings(job)
-    held_out = [] if registry.is_online(job) else list(job.data.validation)
+    held_out = [] if algo_config(job).online else list(job.data.validation)
     if metric not in names and metric.partition("/")[2] not in held_out:
         known = [*names, *(f"the recipe's metrics of {name}, for example loss/{name}" for name in held_out)]
         raise ConfigError(

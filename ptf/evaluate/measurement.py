@@ -23,6 +23,7 @@ from ptf.compute.launch import default_threads, needs_ray
 from ptf.compute.world import World, joined, pick_device
 from ptf.config import Job, Plugin, dump, loads
 from ptf.config.plugin import bind, own_copy
+from ptf.config.recipes import algo_config
 from ptf.data.sample import PackUnit, Sample
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -63,7 +64,7 @@ def measure_run(job: Job, run: Path) -> dict[str, float]:
 def measure_model(job: Job, run: Path) -> dict[str, float]:
     """Return all metrics of the model in `run/model`, by name. Raises UserError if two have one name."""
     metrics = measure_responses(job, run) | (measure_ranking(job, run) if job.evaluate.ranking else {})
-    if not job.data.validation or registry.is_online(job):
+    if not job.data.validation or algo_config(job).online:
         return metrics
     of_rows = measure_held_out_rows(job, run)
     if same := sorted(metrics.keys() & of_rows.keys()):

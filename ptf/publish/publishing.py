@@ -10,13 +10,14 @@ from typing import Any
 from ptf import storage
 from ptf.artifact import START, Artifact
 from ptf.compute import provenance
+from ptf.compute.device_defaults import settled
 from ptf.compute.lease import Lease, hold_lease
 from ptf.config import Job, dump, fingerprint, shown
 from ptf.errors import Retryable, UserError
 from ptf.evaluate import gate
 from ptf.publish.export_comparison import adapter_difference, model_difference
 from ptf.publish.model_card import card
-from ptf.run import settled_as_begun
+from ptf.run import begun_job
 from ptf.storage import published_versions
 from ptf.train.export import raise_if_damaged
 from ptf.training_run import raise_if_not_evaluated
@@ -45,7 +46,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     """
     assert artifact.run is not None
     run = Path(artifact.run)
-    job = settled_as_begun(job, run)
+    job = settled(job, begun_job(run))
     with disk.disk_errors_as_user_errors(job.output), hold_lease(job, run) as lease, progress.stage("publish"):
         return _publish(job, run, artifact, lease)
 

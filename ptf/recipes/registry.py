@@ -43,9 +43,3 @@ def build(job: "Job") -> "Recipe":
             logprob_diff_threshold=logprob_limits(job).threshold,
         )
     return made(config, context)
-
-
-def is_online(job: "Job") -> bool:
-    """Return whether a job's recipe trains on what it generates; torch is imported for a recipe of the user's own
-    only."""
-    return algo_config(job).online

@@ -17,7 +17,7 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal, passing_on
 from ptf.compute.tracking import StepLines, Tracker
-from ptf.config import dump
+from ptf.config import dump, loads, raise_if_fixed_keys_changed
 from ptf.data.sample import PackUnit
 from ptf.data.trajectory import Group, Prompt, Trajectory, last_sample_of, samples_of, token_column
 from ptf.errors import Lost, Stopped, UserError
@@ -33,7 +33,6 @@ from ptf.rl.rollouts import SynchronousRollouts
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.transport import transport_of
 from ptf.rl.weights.verification import SyncError
-from ptf.train.resume import raise_if_fixed_keys_changed
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
 MOST_SKIPPED = 10  # steps in a row that train nothing, before the run ends
@@ -312,7 +311,7 @@ class Controller:
         if newest is None:
             return 0, {}
         step, path, manifest = newest
-        raise_if_fixed_keys_changed(manifest["job"], self.job)
+        raise_if_fixed_keys_changed(loads(manifest["job"]), self.job)
         provenance.raise_if_different(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, tell=True
         )

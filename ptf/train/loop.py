@@ -14,7 +14,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal, on_sigterm
 from ptf.compute.tracking import Tracker
 from ptf.compute.world import World
-from ptf.config import Job, dump
+from ptf.config import Job, dump, loads, raise_if_fixed_keys_changed
 from ptf.data.batch import Batch
 from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
@@ -29,7 +29,6 @@ from ptf.train.export import MODEL, export
 from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.optim import Schedule
 from ptf.train.parts import Parts, build
-from ptf.train.resume import raise_if_fixed_keys_changed
 from ptf.train.step_metrics import StepMeter
 from ptf.train.validate import held_out_metrics
 from ptf.train.warm_up import in_passes, warm_up
@@ -199,7 +198,7 @@ class Loop:
         if newest is None:
             return None
         step, path, manifest = newest
-        raise_if_fixed_keys_changed(manifest["job"], parts.job)
+        raise_if_fixed_keys_changed(loads(manifest["job"]), parts.job)
         accepted = parts.job.checkpoint.accept_version_changes
         provenance.raise_if_different(manifest["made_with"], parts.made_with, path, accepted, world.leads)
         with trainer.whole_optimizer():

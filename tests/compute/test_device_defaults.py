@@ -13,7 +13,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import Job, loads
 from ptf.inspection import doctor
 from ptf.rl.engines import native
-from ptf.run import read_job_file, run, settled_as_begun, write_job_file
+from ptf.run import begun_job, read_job_file, run, write_job_file
 from tests.tiny import arithmetic, online
 
 AVX2 = "flags\t\t: fpu sse4_2 avx avx2 fma\n"
@@ -100,9 +100,9 @@ def test_a_run_that_made_no_step_does_not_fix_the_precision(raw: dict, monkeypat
     directory = Path(raw["output"]) / "a"
     write_job_file(loads(yaml.safe_dump(raw | {"train": {**raw["train"], "precision": "fp32"}})), directory)
     with_units(monkeypatch, True)
-    assert settled_as_begun(job_of(raw), directory).train.precision == "bf16"
+    assert settled(job_of(raw), begun_job(directory)).train.precision == "bf16"
     (directory / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert settled_as_begun(job_of(raw), directory).train.precision == "fp32"
+    assert settled(job_of(raw), begun_job(directory)).train.precision == "fp32"
 
 
 def test_check_and_doctor_say_so(raw: dict, monkeypatch: pytest.MonkeyPatch) -> None:

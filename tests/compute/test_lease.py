@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_who_hangs_here_is_succeeded_and_then_writes_nothing(
         storage.write_text(file, replace(record, beat=record.beat - 2 * leases.SILENT_S).text)
         with hold_lease(job, elsewhere(job, tmp_path)) as lease:
             lease.check()
-            for act in (lost.check, lost.renew, lost.commit().__enter__):
+            for act in (lost.check, partial(lost.renew, file), lost.commit().__enter__):
                 with pytest.raises(LeaseLost, match=rf"taken over by process {os.getpid()} on"):
                     act()
         assert Record.read(storage.read_text(file), file).released
@@ -170,7 +171,7 @@ def test_a_lease_that_was_removed_is_lost_and_not_made_again(
     run = tmp_path / "runs" / "a"
     with hold_lease(job, run) as lease:
         storage.remove(place(job, run))
-        for act in (lease.check, lease.renew, lease.commit().__enter__):
+        for act in (lease.check, partial(lease.renew, place(job, run)), lease.commit().__enter__):
             with pytest.raises(LeaseLost, match="was removed"):
                 act()
     assert not storage.exists(place(job, run))

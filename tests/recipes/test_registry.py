@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from ptf.config import ConfigError, Job, loads
-from ptf.config.recipes import RECIPES, algo_config_of
+from ptf.config.recipes import RECIPES, algo_config, algo_config_of
 from ptf.config.schema import online_recipes
 from ptf.config.section import AlgoConfig
 from ptf.errors import UserError
-from ptf.recipes.registry import build, is_online
+from ptf.recipes.registry import build
 from tests.conftest import ROOT
 
 ONLINE = ("grpo", "ppo", "opd")
@@ -30,7 +30,7 @@ def test_every_recipe_has_the_flag_of_its_config() -> None:
     assert online_recipes() == ONLINE
     for name in RECIPES:
         job = job_of(name)
-        assert build(job).online == algo_config_of(name).online == is_online(job) == (name in ONLINE)
+        assert build(job).online == algo_config_of(name).online == algo_config(job).online == (name in ONLINE)
 
 
 def test_the_flag_of_a_built_in_recipe_is_read_without_torch() -> None:
