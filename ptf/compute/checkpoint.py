@@ -126,14 +126,6 @@ def _to_tensors(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _to_arrays(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.numpy()
-    if isinstance(value, dict):
-        return {k: _to_arrays(v) for k, v in value.items()}
-    return [_to_arrays(v) for v in value] if isinstance(value, list) else value
-
-
 def save_host(uri: str, state: dict) -> dict[str, Any]:
     """Write plain values and numpy arrays in a format that is read without running code; return the file's size and
     SHA-256."""
@@ -147,7 +139,8 @@ def save_host(uri: str, state: dict) -> dict[str, Any]:
 def load_host(uri: str) -> dict:
     """Read what `save_host` wrote."""
     with storage.open_read(uri) as stream:
-        return _to_arrays(torch.load(io.BytesIO(stream.read()), weights_only=True))
+        state = torch.load(io.BytesIO(stream.read()), weights_only=True)
+    return tree_map_only(torch.Tensor, torch.Tensor.numpy, state)
 
 
 @dataclass
@@ -217,13 +210,8 @@ class Checkpoints:
 
     def best_whole(self) -> int | None:
         """Return the best checkpoint that verifies; None without `best`, or if none has the metric."""
-        for step in self.ranked():
-            try:
-                storage.verify(self.path(step), self.whole_up_to)
-                return step
-            except storage.Corrupt as error:
-                print(f"checkpoint {self.path(step)} is damaged ({error}); trying the next best", flush=True)
-        return None
+        found = self._first_whole(self.ranked(), "the next best")
+        return found and found[0]
 
     def ranked(self) -> list[int]:
         """Return the checkpoints that have the metric `best`, the lowest first; of equal ones, the earlier first."""
@@ -265,20 +253,26 @@ class Checkpoints:
                 f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it is ignored",
                 flush=True,
             )
-        steps = _numbers(finished)
-        for step in steps:
-            try:
-                manifest = storage.verify(self.path(step), self.whole_up_to)
-                if manifest["step"] != step:
-                    raise storage.Corrupt(f"its manifest is of step {manifest['step']}")
-                return step, self.path(step), manifest
-            except storage.Corrupt as error:
-                print(f"checkpoint {self.path(step)} is damaged ({error}); trying the one before it", flush=True)
-        if steps:
+        found = self._first_whole(_numbers(finished), "the one before it")
+        if not found and _numbers(finished):
             raise UserError(
                 f"every checkpoint under {self.root} is damaged (see above). Restore one from a copy, or start a run "
                 "with another name"
             )
+        return found
+
+    def _first_whole(self, steps: Iterable[int], otherwise: str) -> tuple[int, str, dict[str, Any]] | None:
+        """Return (step, path, manifest) of the first checkpoint that verifies; of others, the console says that
+        `otherwise` is tried."""
+        for step in steps:
+            path = self.path(step)
+            try:
+                manifest = storage.verify(path, self.whole_up_to)
+                if manifest["step"] != step:
+                    raise storage.Corrupt(f"its manifest is of step {manifest['step']}")
+                return step, path, manifest
+            except storage.Corrupt as error:
+                print(f"checkpoint {path} is damaged ({error}); trying {otherwise}", flush=True)
         return None
 
 

@@ -5,16 +5,15 @@ through, so nothing is read again to write a manifest. Reading runs no code of t
 which only the names below are resolved, and entries that are not tensors, which DCP would unpickle, are never read.
 """
 
-import os
 import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -22,8 +21,8 @@ from torch.futures import Future
 from ptf import storage
 
 
-class Files(FileSystemBase):
-    """DCP's file-system interface over ptf.storage."""
+class Files(FileSystem):
+    """DCP's file-system interface over ptf.storage, as far as DCP uses it here."""
 
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, Any]] = {}  # size and SHA-256 of each file written here, by URI
@@ -44,10 +43,6 @@ class Files(FileSystemBase):
         """Join a directory and a name."""
         return f"{path}/{suffix}"
 
-    def init_path(self, path: Any) -> Any:
-        """Return the path as a string."""
-        return str(path)
-
     def rename(self, path: Any, new_path: Any) -> None:
         """Move a file and its entry."""
         storage.move(str(path), str(new_path))
@@ -58,29 +53,16 @@ class Files(FileSystemBase):
         if storage.is_local(str(path)):
             Path(path).mkdir(parents=True, exist_ok=True)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Accept every path."""
-        return True
-
     def exists(self, path: Any) -> bool:
         """Return whether the file exists."""
         return storage.exists(str(path))
-
-    def rm_file(self, path: Any) -> None:
-        """Remove a file."""
-        storage.remove(str(path))
-
-    def ls(self, path: Any) -> list[str]:
-        """List a directory."""
-        return storage.listing(str(path))
 
 
 def writer(uri: str) -> tuple[FileSystemWriter, Files]:
     """Return the writer for dcp.save, and the files whose entries will hold this rank's hashes."""
     # our streams are flushed to disk when they are closed
     dcp_writer, files = FileSystemWriter(uri, sync_files=False), Files()
-    dcp_writer.fs, dcp_writer.path = cast("FileSystem", files), uri  # DCP needs only a FileSystemBase
+    dcp_writer.fs, dcp_writer.path = files, uri
     return dcp_writer, files
 
 
@@ -92,7 +74,7 @@ class Reader(FileSystemReader):
 
     def __init__(self, uri: str) -> None:
         super().__init__(uri)
-        self.fs, self.path = cast("FileSystem", Files()), uri
+        self.fs, self.path = Files(), uri
         with storage.open_read(f"{uri}/{INDEX}") as stream:
             self._index = index_of(stream, f"{uri}/{INDEX}")
 

@@ -10,7 +10,7 @@ import os
 import platform
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,13 +55,6 @@ def code(root: Path = Path(__file__).parents[1]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def made_with(
     device: torch.device, data: Mapping[str, str], tokenizer: str, kernels: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
@@ -76,7 +69,7 @@ def made_with(
         "ptf": code(),
         "data": dict(data),
         "tokenizer": tokenizer,
-        "packages": {package: _version(package) for package in PACKAGES} | dict(kernels),
+        "packages": {package: version(package) for package in PACKAGES} | dict(kernels),
         "python": platform.python_version(),
         "hardware": {"device": where, "cores": os.cpu_count(), "platform": platform.platform()},
     }

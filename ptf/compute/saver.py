@@ -103,7 +103,7 @@ class Saver:
 
     def __init__(self, saves: Checkpoints, world: World, timeout_s: float) -> None:
         self._saves, self._world, self._timeout_s = saves, world, timeout_s
-        self._writer = BackgroundWriter(world, timeout_s)
+        self.writer = BackgroundWriter(world, timeout_s)
         self._step = 0  # of the checkpoint being written
 
     def save(
@@ -119,7 +119,7 @@ class Saver:
         path = str(world.together(lambda: saves.begin(step)))
         commit = partial(saves.commit, step, manifest=manifest) if world.leads else None
         # the lease is checked on every rank, before it writes its part
-        self._writer.begin(path, model, optimizer, {f"host_{world.rank:05}.pt": host}, saves.lease.check, commit)
+        self.writer.begin(path, model, optimizer, {f"host_{world.rank:05}.pt": host}, saves.lease.check, commit)
         return time.perf_counter() - began
 
     def wait(self) -> None:
@@ -127,21 +127,15 @@ class Saver:
 
         Raises UserError on all ranks if it could not be written, LeaseLost if another process has taken the run over.
         """
-        if self._writer.thread is None:
+        if self.writer.thread is None:
             return
-        done = self._writer.wait(self._timeout_s)
-        failed = self._writer.error if done else TimeoutError(f"not done after {self._timeout_s:g} s")
+        done = self.writer.wait(self._timeout_s)
+        failed = self.writer.error if done else TimeoutError(f"not done after {self._timeout_s:g} s")
         if self._world.max(float(failed is not None)):
             if isinstance(failed, LeaseLost):
                 raise failed
-            why = why_not_written(
-                failed or "see the lines of the other ranks", self._saves.root, self._writer.num_bytes
-            )
+            why = why_not_written(failed or "see the lines of the other ranks", self._saves.root, self.writer.num_bytes)
             raise UserError(
                 f"the checkpoint of step {self._step} could not be written to {self._saves.path(self._step)}: {why}; "
                 "the one before it is whole"
             )
-
-    def close(self, grace_s: float = 60.0) -> None:
-        """After an error, wait up to `grace_s` for a checkpoint that is being written."""
-        self._writer.join(grace_s)

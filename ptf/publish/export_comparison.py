@@ -73,7 +73,7 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
 
     Raises UserError if the difference is too large.
     """
-    source = StartingModel.of_job(job, run).trained()
+    source = StartingModel.of_job(job, run).with_weights()
     spec, base = source.section, source.directory
     stored = AdapterDirectory.read(adapter)
     kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs", "values")}

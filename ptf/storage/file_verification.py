@@ -37,7 +37,8 @@ def verify(
     """
     with _advised(advice):
         manifest = storage.manifest_of(directory)
-        compare(directory, {name: entry for name, entry in manifest["files"].items() if not _any(name, without)}, up_to)
+        entries = {name: e for name, e in manifest["files"].items() if not any(fnmatch(name, p) for p in without)}
+        compare(directory, entries, up_to)
     return manifest
 
 
@@ -50,23 +51,18 @@ def make_once(
     only when it is complete, even if several processes make it at once. Raise Corrupt if an existing `target` has
     changed since it was written, or if its manifest does not contain `expected`.
     """
-    if target.exists():
-        return _verify_existing(target, expected, up_to)
-    with scratch.directory(target) as part:
-        new = part / "new"
-        new.mkdir()
-        make(new)
-        storage.commit(new, dict(expected))
-        try:
-            new.rename(target)
-        except OSError:  # another process was faster
-            if not target.exists():
-                raise
-            return _verify_existing(target, expected, up_to)
-    return False
-
-
-def _verify_existing(target: Path, expected: Mapping[str, Any], up_to: float) -> bool:
+    if not target.exists():
+        with scratch.directory(target) as part:
+            new = part / "new"
+            new.mkdir()
+            make(new)
+            storage.commit(new, dict(expected))
+            try:
+                new.rename(target)
+                return False
+            except OSError:  # another process was faster
+                if not target.exists():
+                    raise
     raise_if_different(str(target), expected, up_to, f"remove {target}: it is made again")
     return True
 
@@ -226,7 +222,3 @@ def _advised(advice: str) -> Iterator[None]:
         yield
     except Corrupt as error:
         raise Corrupt(f"{error}; {advice}" if advice else str(error)) from None
-
-
-def _any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)

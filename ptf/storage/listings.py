@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +127,7 @@ def names_below(directory: str | os.PathLike[str]) -> list[str]:
     """Return the relative names of all files below a local directory, the manifest last."""
     if not os.path.isdir(directory):
         raise Missing(f"no such directory: {os.fspath(directory)}")
-    return _last(str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file())
-
-
-def _last(names: Iterator[str]) -> list[str]:
+    names = (str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file())
     return sorted(names, key=lambda name: (name == MANIFEST, name))
 
 

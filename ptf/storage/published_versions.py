@@ -34,17 +34,13 @@ def pointer(root: str) -> Pointer | None:
 def latest(root: str) -> str | None:
     """Return the directory or URI of the current version; None where nothing is published. Raises Corrupt if the
     version is not complete."""
-    current = _read_current(root)
-    return current and f"{root}/{current[0].version}"
+    stored = manifest(root)
+    return stored and f"{root}/{stored['version']}"
 
 
 def manifest(root: str) -> dict[str, Any] | None:
-    """Return the manifest of the current version. Raises Corrupt if the version is not complete."""
-    current = _read_current(root)
-    return current and current[1]
-
-
-def _read_current(root: str) -> tuple[Pointer, dict[str, Any]] | None:
+    """Return the manifest of the current version; None where nothing is published. Raises Corrupt if the version is not
+    complete."""
     if (current := pointer(root)) is None:
         return None
     try:
@@ -54,7 +50,7 @@ def _read_current(root: str) -> tuple[Pointer, dict[str, Any]] | None:
                 f"{root}/{current.version} holds another version, {stored.get('version')}; "
                 f"ptf publish {root} --rollback VERSION goes back to one"
             )
-        return current, stored
+        return stored
     except storage.Missing:
         raise Corrupt(
             f"{root}/{POINTER} names {current.version}, which is not there; ptf publish {root} --list says what is"

@@ -25,9 +25,7 @@ def layer_factory_of(spec: ModelConfig, *, adapted: bool = False) -> LayerFactor
         replace = {"head": plugin.bind(spec.head), **replace}
     if not adapted:
         return LayerFactory(replace)
-    if spec.quantization is None:
-        return LayerFactory(replace, lora=lora_of(spec))
-    form = partial(_form, spec.quantization, tuple(spec.trainable or ()))
+    form = spec.quantization and partial(_form, spec.quantization, tuple(spec.trainable or ()))
     return LayerFactory(replace, lora=lora_of(spec), quantised=form)
 
 

@@ -103,10 +103,12 @@ class Loop:
             if saves.due(self.step) or is_stopping:
                 with self.clock.phase("checkpoint"):
                     checkpoint_wait = self.save(metrics)
-            if is_stopping and self.step < self.ends:
-                self.wait_for_checkpoint()
-                raise Stopped(self.step, self.ends, saves.path(self.step))
-        self.wait_for_checkpoint()
+            if is_stopping:
+                break
+        with self.clock.phase("last_checkpoint"):
+            self.parts.saver.wait()
+        if self.step < self.ends:
+            raise Stopped(self.step, self.ends, saves.path(self.step))
 
     def one_step(self) -> tuple[dict[str, float], bool]:
         """Train one step; return its metrics, and whether any rank has a request to stop."""
@@ -232,15 +234,10 @@ class Loop:
         with trainer.whole_optimizer():
             return parts.saver.save(self.step, trainer.model, trainer.optimizer, host, manifest)
 
-    def wait_for_checkpoint(self) -> None:
-        """Wait until the last checkpoint is written."""
-        with self.clock.phase("last_checkpoint"):
-            self.parts.saver.wait()
-
     def close(self) -> None:
-        """Stop the loader, wait for the last checkpoint and close the tracker."""
+        """Stop the loader, wait for a checkpoint that is being written, after an error, and close the tracker."""
         self.parts.loader.close()
-        self.parts.saver.close()
+        self.parts.saver.writer.join(60.0)
         if self.track:
             self.track.close()
 

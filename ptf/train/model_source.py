@@ -170,10 +170,6 @@ class StartingModel(ModelSource):
         start = made_once(self.run / "start", make)
         return replace(self, section=self.section.model_copy(update={"init": "pretrained"}), directory=start)
 
-    def trained(self) -> Self:
-        """Return the model that training loads: adapters, to be of use, need one with weights."""
-        return self if self.section.lora is None else self.with_weights()
-
     def beside(self, spec: FrozenModelSpec, role: str, verify_up_to: float | None) -> ModelSource:
         """Return a frozen model that is given this model's tokens; without a path it is this model.
 

@@ -61,7 +61,8 @@ def build(job: Job, world: World, run: Path, lease: Lease) -> Parts:
         print(f"train: {trap}", flush=True)
     if recipe.head == "scalar":  # raises before training what an export would
         classifier_config(start.directory, tokenizer)
-    source = world.together(start.trained)
+    # adapters, to be of use, need a model with weights
+    source = world.together(start.with_weights) if job.model.lora else start
     model_world = alone(world) if job.train.deterministic else world
     model = source.load(model_world, job.train, recipe.head)
     load_frozen = partial(load_frozen_models, job=job, start=source, model=model, world=world, model_world=model_world)
