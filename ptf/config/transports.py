@@ -10,7 +10,7 @@ The rules of the configuration, `ptf plan` (traffic.py, online_budget.py) and th
 no torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,14 +20,9 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-def no_errors(job: "Job") -> Iterator[str]:
-    """Yield nothing: the transport works with every job."""
-    yield from ()
-
-
-def for_all(job: "Job", gpu: bool) -> bool:
-    """Return True: `auto` tries the transport for every job."""
-    return True
+def no_rules(job: "Job") -> Rules:
+    """Return none: the transport works with every job."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -41,42 +36,39 @@ class TransportFacts:
     # least as long as its slowest link, and weights cannot be sent again to one engine alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
-    errors: Callable[["Job"], Iterator[str]] = no_errors  # why a job cannot use it, one line for each reason
-    # whether `auto` tries it for a job, whose roles have GPUs or not
-    auto_candidate: Callable[["Job", bool], bool] = for_all
+    rules: Callable[["Job"], Rules] = no_rules  # what a job must keep to use it, without the key
+    only_from_gpus: bool = False  # True: `auto` tries it only where whole weights are sent from GPUs to GPUs
 
 
-def streaming_errors(job: "Job") -> Iterator[str]:
-    """Yield what keeps a job from sending weights while the engines read."""
+def streaming_rules(job: "Job") -> Rules:
+    """Return what a job must keep to send weights while the engines read."""
     assert job.rollout is not None
-    if job.compute.launcher != "ray":
-        yield "policy and rollout need processes of their own: compute.launcher: ray"
-    if job.rollout.engine not in ("auto", "native", "vllm"):
-        yield "rollout.engine must be native or vllm"
-    if job.rollout.lora_sync == "adapter":
-        yield (
-            "sends whole models only, but rollout.lora_sync is adapter; use object_store or files, or lora_sync: merged"
-        )
-    if job.model.backend == "hf":
-        yield "model.backend: hf does not know the names of its tensors in advance; give object_store or files"
+    return {
+        "policy and rollout need processes of their own: compute.launcher: ray": job.compute.launcher != "ray",
+        "rollout.engine must be native or vllm": job.rollout.engine not in ("auto", "native", "vllm"),
+        "sends whole models only, but rollout.lora_sync is adapter; use object_store or files, or lora_sync: merged": (
+            job.rollout.lora_sync == "adapter"
+        ),
+        "model.backend: hf does not know the names of its tensors in advance; give object_store or files": (
+            job.model.backend == "hf"
+        ),
+    }
 
 
-def ipc_errors(job: "Job") -> Iterator[str]:
-    """Yield what keeps a job from sending weights through memory that policy and engine share."""
+def ipc_rules(job: "Job") -> Rules:
+    """Return what a job must keep to send weights through memory that policy and engine share."""
     assert job.rollout is not None
-    yield from streaming_errors(job)
-    if not share_a_pool(job) or job.rollout.replicas * job.rollout.tensor_parallel_size != job.compute.workers:
-        yield (
-            "policy and rollout must be in one pool, with as many rollout.replicas × rollout.tensor_parallel_size as "
-            "compute.workers"
-        )
+    devices = job.rollout.replicas * job.rollout.tensor_parallel_size
+    return {
+        **streaming_rules(job),
+        "policy and rollout must be in one pool, with as many rollout.replicas × rollout.tensor_parallel_size as "
+        "compute.workers": not share_a_pool(job) or devices != job.compute.workers,
+    }
 
 
-def nccl_errors(job: "Job") -> Iterator[str]:
-    """Yield what keeps a job from broadcasting weights to devices of other roles."""
-    yield from streaming_errors(job)
-    if share_a_pool(job):
-        yield "policy and rollout must be in different compute.pools"
+def nccl_rules(job: "Job") -> Rules:
+    """Return what a job must keep to broadcast weights to devices of other roles."""
+    return {**streaming_rules(job), "policy and rollout must be in different compute.pools": share_a_pool(job)}
 
 
 def share_a_pool(job: "Job") -> bool:
@@ -102,23 +94,23 @@ TRANSPORTS = {
         code="ptf.rl.weights.ipc:Ipc",
         link_crossings={"gather": 1, "device": 2, "digest_on_device": 2},
         streams=True,
-        errors=ipc_errors,
-        auto_candidate=whole_on_gpus,
+        rules=ipc_rules,
+        only_from_gpus=True,
     ),
     # by a broadcast from the policy's first rank
     "nccl": TransportFacts(
         code="ptf.rl.weights.nccl:Nccl",
         link_crossings={"gather": 1, "digest_on_device": 2, "network": 1},
         streams=True,
-        errors=nccl_errors,
-        auto_candidate=whole_on_gpus,
+        rules=nccl_rules,
+        only_from_gpus=True,
     ),
     # through files in the run's directory, 256 MiB at a time
     "files": TransportFacts(
         code="ptf.rl.weights.stored:Files",
         link_crossings=STORED | {"disk": 2},
         in_files=True,
-        auto_candidate=whole_on_gpus,
+        only_from_gpus=True,
     ),
     # through host memory, all tensors at once
     "object_store": TransportFacts(
@@ -168,19 +160,20 @@ def resolve_transport(job: "Job", gpu: bool) -> str:
     assert job.rollout is not None
     if job.rollout.transport in TRANSPORTS:
         return job.rollout.transport
+    from_gpus = whole_on_gpus(job, gpu)
     return next(
         name
         for name, transport in TRANSPORTS.items()
-        if transport.auto_candidate(job, gpu) and not any(transport.errors(job))
+        if (from_gpus or not transport.only_from_gpus) and not any(transport.rules(job).values())
     )
 
 
 def config_rules(job: "Job") -> Rules:
-    """Return what keeps a job from using the transport that it names."""
+    """Return what a job must keep to use the transport that it names."""
     assert job.rollout is not None
     name = job.rollout.transport
-    named = TRANSPORTS.get(name)  # None: auto
-    return {f"rollout.transport: {name}: {problem}": True for problem in (named.errors(job) if named else ())}
+    rules = TRANSPORTS[name].rules(job) if name in TRANSPORTS else {}  # else: auto
+    return {f"rollout.transport: {name}: {rule}": is_broken for rule, is_broken in rules.items()}
 
 
 def advice(job: "Job", gpu: bool) -> list[str]:

@@ -67,10 +67,6 @@ class Dumper(yaml.CSafeDumper):
 
     yaml_implicit_resolvers: dict = {}
 
-    def ignore_aliases(self, data: Any) -> bool:
-        """Return True: nothing is written as an alias."""
-        return True
-
     def represent_str(self, data: str) -> yaml.ScalarNode:
         """Represent a text; quote and escape line breaks of Unicode, which PyYAML would read back as a space."""
         return self.represent_scalar(TAG + "str", data, style='"' if re.search("[\x85\u2028\u2029]", data) else None)
