@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from ptf.config.error import Problems
 from ptf.config.explain import explain, given
@@ -199,7 +198,9 @@ def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
         job = (known or Job).model_validate_json(json.dumps(values), strict=True)
     except ValidationError as exc:
         for error in exc.errors():
-            if _counts(error, known is not None, tree.unread):
+            is_missing = error["type"] == "missing"  # it may be in what could not be read
+            of_known = known or is_missing or error["loc"][0] != "recipe"  # an unknown recipe is reported below
+            if of_known and not (is_missing and tree.unread):
                 problems += explain(error, known or Job, tree.root)
     if known is None and "recipe" in values:
         recipe = values["recipe"]
@@ -211,12 +212,3 @@ def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
     if job is None or problems:
         raise Problems(problems)
     return job
-
-
-def _counts(error: ErrorDetails, known: bool, unread: bool) -> bool:
-    """Return whether to report a pydantic error.
-
-    A missing key is not reported if part of the config could not be read, nor is an error about an unknown recipe.
-    """
-    missing = error["type"] == "missing"
-    return not (missing and unread) and (known or missing or error["loc"][0] != "recipe")

@@ -9,12 +9,13 @@ import ast
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from ptf.config.tree import walk
 
 PYTHON = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
 INSTALLED = {"site-packages", "dist-packages"}
@@ -29,15 +30,10 @@ class Code:
     unseen: list[str] = field(default_factory=list)  # why a change may go unnoticed, a sentence each
 
 
-def uses(value: Any) -> Iterator[str]:
-    """Yield what each plugin at or below a value of a config names."""
-    if isinstance(value, dict):
-        if isinstance(value.get("use"), str):
-            yield value["use"]
-        value = list(value.values())
-    if isinstance(value, list):
-        for inner in value:
-            yield from uses(inner)
+def uses(value: Any) -> list[str]:
+    """Return what each plugin at or below a value of a config names."""
+    sections = (inner for _, inner in walk(value) if isinstance(inner, dict))
+    return [section["use"] for section in sections if isinstance(section.get("use"), str)]
 
 
 def code_of(value: Any) -> Code:

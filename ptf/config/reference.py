@@ -125,7 +125,7 @@ def _docstrings_in(source: str) -> dict[str, str]:
     (declaring,) = ast.parse(source).body
     assert isinstance(declaring, ast.ClassDef)
     return {
-        field.target.id: inspect.cleandoc(below.value.value)
+        field.target.id: _line(below.value.value)
         for field, below in pairwise(declaring.body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)
@@ -140,6 +140,8 @@ class _WithDocstrings(GenerateJsonSchema):
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         made = super().model_schema(schema)
+        if "description" in made:
+            made["description"] = _line(made["description"])
         for name, text in docstrings(schema["cls"]).items():
             made["properties"][name]["description"] = text
         return made
@@ -167,7 +169,7 @@ def json_schema() -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ptf config",
         "anyOf": [references[job, "validation"] for job in kinds],
-        "$defs": _on_one_line(schema["$defs"]),
+        "$defs": schema["$defs"],
     }
 
 
@@ -214,7 +216,7 @@ def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool, str]]], resu
         inner = section_at(field.annotation, [])
         inner = None if inner is Plugin else inner
         resume = "" if inner or not resumes else "may change" if may_change or _changeable(field) else "fixed"
-        about = _line(text or (inner and inner.__doc__)).replace("|", "\\|")
+        about = (text or _line(inner and inner.__doc__)).replace("|", "\\|")
         rows.append(
             f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |"
         )
@@ -224,18 +226,6 @@ def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool, str]]], resu
 def _line(text: str | None) -> str:
     """Return a docstring without the line breaks that it has in the source."""
     return " ".join((text or "").split())
-
-
-def _on_one_line(schema: Any) -> Any:
-    """Return a JSON schema whose descriptions have no line breaks."""
-    if isinstance(schema, list):
-        return [_on_one_line(value) for value in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: _line(value) if key == "description" and isinstance(value, str) else _on_one_line(value)
-        for key, value in schema.items()
-    }
 
 
 def _word(annotation: Any, limits: Any = ()) -> str:

@@ -5,13 +5,14 @@ key to change, and whether the job does. `RULES` lists them in the order in whic
 """
 
 import re
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ptf.config.cron import schedule
 from ptf.config.rollout_rules import pool_rules, prompt_rules, rollout_rules
 from ptf.config.section import AlgoConfig, Rules
 from ptf.config.sections.train import TrainConfig
+from ptf.config.tree import walk
 from ptf.workspace.credentials import is_secret
 
 if TYPE_CHECKING:
@@ -42,18 +43,13 @@ def secret_rules(job: "Job") -> Rules:
         "is a secret, and a config is stored, shown and published; write env:NAME, "
         "the variable that holds it where it is needed"
     )
-    return {f"{key}: {rule}": True for key in _secrets(job.model_dump(), "")}
-
-
-def _secrets(value: Any, key: str) -> Iterator[str]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _secrets(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for i, inner in enumerate(value):
-            yield from _secrets(inner, f"{key}.{i}")
-    elif is_secret(value, key.rpartition(".")[2], variable=key.startswith("flow.stages.") and ".env_vars." in key):
-        yield key
+    values = {".".join(map(str, where)): value for where, value in walk(job.model_dump())}
+    return {
+        f"{key}: {rule}": is_secret(
+            value, key.rpartition(".")[2], variable=key.startswith("flow.stages.") and ".env_vars." in key
+        )
+        for key, value in values.items()
+    }
 
 
 def data_parallel_rules(job: "Job") -> Rules:

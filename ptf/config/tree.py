@@ -13,7 +13,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -146,6 +146,22 @@ class Tree:
     values: int = 0  # number of values in the text that is being read
     unread: bool = False  # whether some of the text could not be read, so that a missing key may be in it
 
+    def refuse(
+        self, place: SourceLocation, key: str, what: str, *, unread: bool = False, passing: bool = False
+    ) -> Node:
+        """Add a problem, and return an empty section in place of what has it."""
+        self.problems.append(Problem(place, key, what))
+        self.unread |= unread
+        return Node({}, place, passing)
+
+
+def walk(value: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield every plain value at and below one of a config, with the keys and numbers that lead to it."""
+    yield where, value
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for step, below in inner:
+        yield from walk(below, (*where, step))
+
 
 def merge(*files: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Tree:
     """Merge files from left to right, then the overrides `a.b=value`, and return the tree."""
@@ -196,13 +212,9 @@ def _file(file: str, extended_at: SourceLocation, above: tuple[str, ...], tree: 
     """
     key = "extends" if extended_at.line else ""
     if os.path.realpath(file) in map(os.path.realpath, above):
-        tree.problems.append(
-            Problem(extended_at, key, f"the files extend each other in a circle: {' → '.join((*above, file))}")
-        )
-        return Node({}, extended_at)
+        return tree.refuse(extended_at, key, f"the files extend each other in a circle: {' → '.join((*above, file))}")
     if len(above) >= DEEPEST:
-        tree.problems.append(Problem(extended_at, key, f"more than {DEEPEST} files extend each other"))
-        return Node({}, extended_at)
+        return tree.refuse(extended_at, key, f"more than {DEEPEST} files extend each other")
     try:
         with open(file, encoding="utf-8-sig") as stream:
             text = stream.read()
@@ -210,15 +222,8 @@ def _file(file: str, extended_at: SourceLocation, above: tuple[str, ...], tree: 
         why = (
             "no such file" if isinstance(exc, FileNotFoundError) else getattr(exc, "strerror", None) or "not UTF-8 text"
         )
-        tree.problems.append(
-            Problem(
-                extended_at,
-                key,
-                f"cannot read the config file {file}: {why}" if key else f"cannot read the config file: {why}",
-            )
-        )
-        tree.unread = True
-        return Node({}, extended_at)
+        what = f"cannot read the config file {file}: {why}" if key else f"cannot read the config file: {why}"
+        return tree.refuse(extended_at, key, what, unread=True)
     return _top(text, file, (*above, file), tree)
 
 
@@ -228,9 +233,7 @@ def _top(text: str, source: str, above: tuple[str, ...], tree: Tree) -> Node:
     if root is None or root.value is None:
         return Node({}, SourceLocation(source, 1))
     if not isinstance(root.value, dict):
-        tree.problems.append(Problem(root.place, "", "expected keys and values at the top of the file"))
-        tree.unread = True
-        return Node({}, root.place)
+        return tree.refuse(root.place, "", "expected keys and values at the top of the file", unread=True)
     extends = root.value.get("extends")
     if extends is None:
         return root
@@ -238,7 +241,7 @@ def _top(text: str, source: str, above: tuple[str, ...], tree: Tree) -> Node:
     names = extends.plain()
     names = [names] if isinstance(names, str) else names
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        tree.problems.append(Problem(extends.place, "extends", "expected a file name, or a list of them"))
+        tree.refuse(extends.place, "extends", "expected a file name, or a list of them")
         return own
     below = Node({}, root.place)
     for name in names:
@@ -253,11 +256,9 @@ def _override(text: str, tree: Tree) -> Node:
     hidden = is_secret(value.strip(), path[-1], variable="env_vars" in path or "environment" in path)
     place = SourceLocation(f"--set {key}={HIDDEN}" if hidden else f"--set {text}")
     if not equals or not all(path):
-        tree.problems.append(Problem(place, "", "expected key.in.dots=value"))
-        return Node({}, place, passing=True)
+        return tree.refuse(place, "", "expected key.in.dots=value", passing=True)
     if len(path) > DEEPEST:
-        tree.problems.append(Problem(place, "", f"a key of more than {DEEPEST} sections"))
-        return Node({}, place, passing=True)
+        return tree.refuse(place, "", f"a key of more than {DEEPEST} sections", passing=True)
     node = _read(value, place, tree)
     if node is None:
         return Node({}, place, passing=True)
@@ -277,17 +278,14 @@ def _read(text: str, start: SourceLocation, tree: Tree) -> Node | None:
         mark = getattr(exc, "problem_mark", None)
         line = mark.line + 1 if mark else text[: getattr(exc, "position", 0)].count("\n") + 1
         what = getattr(exc, "problem", None) or getattr(exc, "reason", None) or str(exc)
-        tree.problems.append(Problem(start._replace(line=line if start.line else 0), "", f"not valid YAML: {what}"))
-        tree.unread = True
+        tree.refuse(start._replace(line=line if start.line else 0), "", f"not valid YAML: {what}", unread=True)
         return None
     tree.values = 0
     try:
         return Node(None, start) if node is None else _build(node, (), start, (), tree)
     except TooMuch:
-        tree.problems.append(
-            Problem(start, "", f"more than {MANY:,} values; those of an alias are counted each time that it is used")
-        )
-        tree.unread = True
+        what = f"more than {MANY:,} values; those of an alias are counted each time that it is used"
+        tree.refuse(start, "", what, unread=True)
         return None
 
 
@@ -303,16 +301,14 @@ def _build(
         return SourceLocation(place.source, inner.start_mark.line + 1) if place.line else place
 
     if any(node is outer for outer in above):
-        tree.problems.append(Problem(place, ".".join(path), "an alias that contains itself"))
+        tree.refuse(place, ".".join(path), "an alias that contains itself")
         return Node(None, place)
     if isinstance(node, yaml.MappingNode):
         section: dict[str, Node] = {}
         for key, value in node.value:
             name = _joined(key.value) if isinstance(key, yaml.ScalarNode) else "?"
             if name in section:
-                tree.problems.append(
-                    Problem(at(key), ".".join((*path, name)), f"written twice; first at {section[name].place}")
-                )
+                tree.refuse(at(key), ".".join((*path, name)), f"written twice; first at {section[name].place}")
             else:
                 section[name] = _build(value, (*path, name), at(key), (*above, node), tree)
         return Node(section, place)
@@ -336,9 +332,9 @@ def _scalar(node: yaml.Node, path: tuple[str, ...], place: SourceLocation, tree:
             if len(text) <= LONGEST
             else f"{text[:LONGEST]!r}… has {len(text)} characters, too many for {kind}"
         )
-        tree.problems.append(Problem(place, ".".join(path), what))
+        tree.refuse(place, ".".join(path), what)
     if kind not in READ and kind != "str":
-        tree.problems.append(Problem(place, ".".join(path), f"the tag {node.tag} is not supported"))
+        tree.refuse(place, ".".join(path), f"the tag {node.tag} is not supported")
     return _joined(text)
 
 
