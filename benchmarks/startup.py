@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -126,7 +127,7 @@ def on_ray(directory: Path) -> Figures:
             "the same, wall": time.perf_counter() - began,
         }
         write_job_file(job, run)
-        with Gang("gang", workers=1, threads=1, timeout_s=300.0) as gang:
+        with closing(Gang("gang", workers=1, threads=1, timeout_s=300.0)) as gang:
             (found,) = gang.execute(rank_on_ray, [(str(run), lease)])
     return started | found
 

@@ -261,8 +261,8 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
             begin(job, directory)
 
     with shutdown.passing_on(directory):
-        name = ray_jobs.named(run_name, "train")
-        ended = ray_jobs.follow(job.compute.address or "", name, command, job.compute.timeout_s, anew=anew)
+        name, address = f"ptf-{run_name}-train", job.compute.address or ""
+        ended = ray_jobs.follow(address, name, command, job.compute.timeout_s, anew=anew)
     if ended.status != "SUCCEEDED":
         refused = ended.code == 2 and not (directory / shutdown.STOP).exists()
         message = f"the job ended as {ended.status}: {ended.message.strip() or 'see its output above'}"

@@ -274,12 +274,6 @@ class Gang:
         self._group = None
         self._monitor.close()
 
-    def __enter__(self) -> "Gang":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 def _cause(error: RayTaskError | RayActorError) -> BaseException:
     cause = getattr(error, "cause", None)
@@ -384,5 +378,6 @@ def on_ray(
     workers, timeout_s = compute.workers, compute.timeout_s
     with ray_session(address=compute.address, workdir=workdir, cpus=workers, timeout_s=timeout_s):
         gpu = compute.device == "cuda" or (compute.device == "auto" and gpus() > 0)
-        with Gang(label, workers=workers, timeout_s=timeout_s, use_gpu=gpu, threads=compute.threads) as gang:
+        gang = Gang(label, workers=workers, timeout_s=timeout_s, use_gpu=gpu, threads=compute.threads)
+        with contextlib.closing(gang):
             gang.execute(function, [tuple(arguments)] * workers, timeout_s=math.inf)

@@ -27,17 +27,11 @@ ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """The end of a job, and whether it ran before it was followed."""
+    """The end of a job."""
 
-    was_running: bool
     status: JobStatus
     message: str
     code: int | None  # exit status of its command, where it had one
-
-
-def named(run_name: str, step: str) -> str:
-    """Return the job's name."""
-    return f"ptf-{run_name}-{step}"
 
 
 def follow(
@@ -57,8 +51,7 @@ def follow(
 def _follow(
     client: JobSubmissionClient, address: str, name: str, command: Sequence[str], anew: Callable[[], None]
 ) -> JobOutcome:
-    was_running = _running(client, name)
-    if was_running:
+    if _running(client, name):
         print(f"job {name} is running on {address}: following it", flush=True)
     else:
         anew()
@@ -83,7 +76,7 @@ def _follow(
         print(lines[printed:], end="", flush=True)
         printed = len(lines)
         if info.status in ENDED:
-            return JobOutcome(was_running, info.status, info.message or "", info.driver_exit_code)
+            return JobOutcome(info.status, info.message or "", info.driver_exit_code)
         time.sleep(EVERY_S)
 
 

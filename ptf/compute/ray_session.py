@@ -36,7 +36,7 @@ import ray
 from ray._private import ray_constants, services
 
 from ptf.compute import ray_authentication
-from ptf.compute.ray_authentication import EVERY_S, one_line
+from ptf.compute.ray_authentication import EVERY_S, MODE, TOKEN, TOKEN_PATH, one_line
 from ptf.compute.reaper import OWNER, PREFIX, end, end_abandoned, family
 from ptf.errors import Retryable, UserError
 from ptf.workspace import scratch
@@ -51,7 +51,6 @@ QUICK_FAILURES = 3  # after that many starts that failed within QUICK_S, trying 
 QUICK_S = 20.0
 
 
-@contextlib.contextmanager
 def ray_session(
     *,
     address: str | None = None,
@@ -59,7 +58,7 @@ def ray_session(
     cpus: int | None = None,
     gpus: int | None = None,
     timeout_s: float = 120.0,
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Connect this process to Ray: `address` joins a running cluster (`auto`: the one in RAY_ADDRESS, as in a submitted
     job); None starts one here.
 
@@ -69,10 +68,8 @@ def ray_session(
     Retryable if Ray did not start or answer, UserError if the cluster needs another token or has none.
     """
     if ray.is_initialized():
-        yield
-        return
-    with _joined(address, timeout_s) if address is not None else _own(workdir, cpus, gpus, timeout_s):
-        yield
+        return contextlib.nullcontext()
+    return _joined(address, timeout_s) if address is not None else _own(workdir, cpus, gpus, timeout_s)
 
 
 @contextlib.contextmanager
@@ -153,7 +150,8 @@ def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s
     reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)
     own = contextlib.ExitStack()
     try:
-        own.enter_context(ray_authentication.own(_token(home / "auth_token")))
+        authentication = {MODE: "token", TOKEN: None, TOKEN_PATH: str(_token(home / "auth_token"))}
+        own.enter_context(ray_authentication.environment(**authentication))
         # the variable is in lower case in Ray
         os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112
         with _sigterm_kept(), _loopback():

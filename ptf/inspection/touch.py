@@ -130,14 +130,14 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
         raise_if_larger_tokenizer(model, path, tokenizer.vocab_size)
     lines: list[str] = []
     prompts: dict[str, Prompt] = {}
-    longest = job.data.seq_len if recipe.online else 0
+    longest = job.data.seq_len if recipe.config.online else 0
     for section, sources in job.sources_by_section.items():
         some = {name: source for name, source in sources.items() if f"{section}.{name}" in here}
         partitions = make_partitions(job, recipe, tokenizer, sources=specs(some, verify_up_to=0))
         partitions = replace(partitions, share_prefixes=False)
         for name, spec in partitions.sources.items():
             key = f"{section}.{name}"
-            if section == "evaluate.sources" or recipe.online:
+            if section == "evaluate.sources" or recipe.config.online:
                 for prompt in prompts_once(replace(spec, limit=min(spec.limit or ROWS, ROWS)), name, tokenizer):
                     prompts.setdefault(key, prompt)
                     if section == "data.sources" and job.rollout and job.data.too_long != "drop":

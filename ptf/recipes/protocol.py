@@ -61,18 +61,17 @@ class Recipe:
     reads_processing: ClassVar[bool] = False
 
     @property
-    def online(self) -> bool:
-        """Whether it trains on rollouts, by a controller and role groups; otherwise an SPMD gang trains."""
-        return self.config.online
-
-    @property
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """Frozen models by role name; none by default."""
         return {}
 
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Return the pack units of a row: several split the row, and an empty list skips it."""
-        why = "trains on what the policy sampled" if self.online else "has no method `encode(row, tokenizer, source)`"
+        why = (
+            "trains on what the policy sampled"
+            if self.config.online
+            else "has no method `encode(row, tokenizer, source)`"
+        )
         raise NotImplementedError(f"{type(self).__name__} {why}")
 
     def denominator(self, batch: Batch) -> Tensor:

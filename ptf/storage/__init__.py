@@ -21,7 +21,7 @@ from ptf.storage.listings import (
 from ptf.storage.manifests import commit, finish, manifest_of, verify
 from ptf.storage.reading import READ_BYTES, Ranged, open_read, read_text
 from ptf.storage.records import WORDS, parse_record, read_record, record_text, write_record
-from ptf.storage.store import Corrupt, Missing, is_local, local_path, with_retries
+from ptf.storage.store import Corrupt, Missing, is_local, local_path, retry
 from ptf.storage.writing import create, move, remove, swap_text, write_text
 
 __all__ = [
@@ -54,10 +54,10 @@ __all__ = [
     "record_text",
     "remove",
     "require_bucket",
+    "retry",
     "swap_text",
     "upload",
     "verify",
-    "with_retries",
     "write_record",
     "write_text",
 ]

@@ -65,13 +65,8 @@ def local_path(uri: str) -> Path:
     return Path(path)
 
 
-def with_retries(uri: str, ask: Callable[[], T]) -> T:
-    """Return what `ask` gives, asked again as a remote store is; for stores that are not read through this package."""
-    return retry(None, uri, ask)
-
-
 def retry(files: Any, uri: str, ask: Callable[[], T]) -> T:
-    """Return what a store answers.
+    """Return what a store answers; `files` is its file system, or None for one that is not read through this package.
 
     A remote one that fails is asked again after 1, 2, 4, … 30 s, for `GIVE_UP_S` in all, and the console says so; what
     will not change (nothing there, no credentials) is a UserError at once.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def gang(ray_cluster):
-    with Gang("test", workers=2, timeout_s=300, env={"PTF_TEST": "yes"}) as gang:
+    with closing(Gang("test", workers=2, timeout_s=300, env={"PTF_TEST": "yes"})) as gang:
         yield gang
 
 
@@ -110,7 +111,7 @@ def test_a_dead_actor_is_named_at_once_and_leaves_no_process(ray_cluster):
 
 def test_a_gang_returns_results_in_the_order_of_ranks_and_gives_its_places_back(ray_cluster):
     free = ray.available_resources()["CPU"]
-    with Gang("short", workers=2, timeout_s=300) as gang:
+    with closing(Gang("short", workers=2, timeout_s=300)) as gang:
         assert gang.execute(lambda shift: int(os.environ["RANK"]) + shift, [(5,), (5,)]) == [5, 6]
     until(lambda: ray.available_resources().get("CPU") == free, 10)
 

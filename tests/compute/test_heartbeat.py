@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
@@ -212,7 +213,7 @@ def test_a_stopped_worker_of_a_gang_is_named_and_ends_the_run_at_the_deadline(ra
                     os.kill(os.getpid(), signal.SIGSTOP)
             world.barrier()
 
-    with Gang("train", workers=2, timeout_s=120) as gang:
+    with closing(Gang("train", workers=2, timeout_s=120)) as gang:
         gang.timeout_s = 3
         pid = gang.members[1].pid
         with pytest.raises(

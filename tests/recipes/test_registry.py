@@ -30,7 +30,7 @@ def test_every_recipe_has_the_flag_of_its_config() -> None:
     assert online_recipes() == ONLINE
     for name in RECIPES:
         job = job_of(name)
-        assert build(job).online == algo_config_of(name).online == algo_config(job).online == (name in ONLINE)
+        assert build(job).config.online == algo_config_of(name).online == algo_config(job).online == (name in ONLINE)
 
 
 def test_the_flag_of_a_built_in_recipe_is_read_without_torch() -> None:

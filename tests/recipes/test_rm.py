@@ -139,9 +139,9 @@ def test_answers_of_a_conversation_are_scored_as_each_is_by_itself(place, charac
     ]
     alone = [recipe.encode(row, characters, "s")[0] for row in rows]
     together, apart = (Batch.of([made], sum(map(length, made))) for made in ([(whole,)], alone))
-    for values in (recipe.labels, recipe.answer_lengths):
-        assert values(together).tolist() == values(apart).tolist()
-    assert recipe.answer_lengths(together).tolist() == [2.0, 4.0, 2.0], "with the end of each turn"
+    for name in ("score", "answer_length"):
+        assert recipe.of_answers(together, name).tolist() == recipe.of_answers(apart, name).tolist()
+    assert recipe.of_answers(together, "answer_length").tolist() == [2.0, 4.0, 2.0], "with the end of each turn"
     scores = recipe.scores(model, apart)
     assert recipe.scores(model, together).tolist() == pytest.approx(scores.tolist(), abs=1e-5)
     earlier = replace(

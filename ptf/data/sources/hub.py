@@ -197,7 +197,7 @@ def _with_retries(what: str, id: str, commit: str, request: Callable[[], T]) -> 
                 raise UserError(f"{what}: {why}") from None
             raise
 
-    return storage.with_retries(what, once)
+    return storage.retry(None, what, once)
 
 
 def _cache_directory(id: str, commit: str) -> Path:

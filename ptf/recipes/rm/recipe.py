@@ -74,7 +74,7 @@ class RM(Recipe):
             correct, predicted = gap > 0, (scores[chosen] + scores[rejected]) / 2
             metrics = {"margin": (gap * counts).sum()}
         else:
-            truth, counts = self.labels(batch), batch.loss_weights.flatten()[batch.trained_positions]
+            truth, counts = self.of_answers(batch, "score"), batch.loss_weights.flatten()[batch.trained_positions]
             losses = (
                 binary_cross_entropy_with_logits(scores, truth, reduction="none")
                 if self.config.loss_type == "binary"
@@ -95,19 +95,12 @@ class RM(Recipe):
 
     def judgements(self, model: Decoder, batch: Batch) -> Tensor:
         """Return predicted scores, labels and lengths of the scored responses: [3, responses]."""
-        return torch.stack([self.scores(model, batch), self.labels(batch), self.answer_lengths(batch)])
+        columns = (self.of_answers(batch, name) for name in ("score", "answer_length"))
+        return torch.stack([self.scores(model, batch), *columns])
 
-    def labels(self, batch: Batch) -> Tensor:
-        """Return the `reward` of the row for each scored response, which the column `score` of the data holds:
-        [responses]."""
-        return self._of_answers(batch, "score")
-
-    def answer_lengths(self, batch: Batch) -> Tensor:
-        """Return the number of tokens of each scored response: [responses]."""
-        return self._of_answers(batch, "answer_length")
-
-    def _of_answers(self, batch: Batch, name: str) -> Tensor:
-        """Return the value of a column for each scored response: [responses]."""
+    def of_answers(self, batch: Batch, name: str) -> Tensor:
+        """Return the value of a column for each scored response, [responses]: `score`, the `reward` of its row, or
+        `answer_length`, in tokens."""
         if len(batch.trained_positions) and "answer_length" not in batch.token_columns:
             raise UserError(
                 "these tokenized data have no score at the end of each response: tokenize them again with this job"
