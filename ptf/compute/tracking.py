@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.sections.track import TrackConfig
@@ -105,18 +105,6 @@ class StepLines:
         self.file.close()
 
 
-class Sink(Protocol):
-    """Additional destination of a run's metrics."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
-
-
 class TensorBoard:
     """Event files for TensorBoard, in the run's directory."""
 
@@ -199,7 +187,7 @@ class Tracker:
         self._stack = contextlib.ExitStack()
         self.progress = self._stack.enter_context(progress.phase("steps", steps, "steps", resumed))
         self.begun, self.resumed = time.perf_counter(), resumed
-        self.sinks: list[Sink] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
+        self.sinks: list[TensorBoard | WandB] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
         if track_config.wandb_project:
             self.sinks.append(WandB(directory, track_config.wandb_project))
 

@@ -1,6 +1,6 @@
 """The recipes of ptf by the name that a config gives them, and the classes of their section `algo`; without torch.
 
-Adding a recipe to ptf adds a package, a line here, and flows/NAME_flow.py; a recipe of the user's own needs none of
+Adding a recipe to ptf adds a package, a name here, and flows/NAME_flow.py; a recipe of the user's own needs none of
 these: its class declares the class of its keys, as those of ptf do (`config: MyConfig`).
 """
 
@@ -8,7 +8,7 @@ import importlib
 import inspect
 import json
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -21,23 +21,8 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-class Entry(NamedTuple):
-    """The location of a recipe: `config.py` and `recipe.py` of `package`, with the classes `NAMEConfig` and
-    `NAME`."""
-
-    package: str
-    name: str
-
-
-RECIPES = {
-    "sft": Entry("ptf.recipes.sft", "SFT"),
-    "dpo": Entry("ptf.recipes.dpo", "DPO"),
-    "kd": Entry("ptf.recipes.kd", "KD"),
-    "rm": Entry("ptf.recipes.rm", "RM"),
-    "grpo": Entry("ptf.recipes.grpo", "GRPO"),
-    "ppo": Entry("ptf.recipes.ppo", "PPO"),
-    "opd": Entry("ptf.recipes.opd", "OPD"),
-}
+# `config.py` of the package ptf.recipes.NAME has the class NAMEConfig, `recipe.py` the class NAME, in capitals
+RECIPES = ("sft", "dpo", "kd", "rm", "grpo", "ppo", "opd")
 
 STALENESS_NEEDS_CAP = (
     "with rollout.max_staleness responses have tokens of earlier weights, and the loss must be corrected for it; give "
@@ -47,9 +32,8 @@ STALENESS_NEEDS_CAP = (
 
 @cache
 def algo_config_of(recipe: str) -> type[AlgoConfig]:
-    """Return the class of an algorithm's section `algo`; it imports no torch. Raises KeyError for an unknown name."""
-    package, name = RECIPES[recipe]
-    return getattr(importlib.import_module(f"{package}.config"), f"{name}Config")
+    """Return the class of an algorithm's section `algo`; it imports no torch."""
+    return getattr(importlib.import_module(f"ptf.recipes.{recipe}.config"), f"{recipe.upper()}Config")
 
 
 def declared_config(recipe: object, use: str) -> type[AlgoConfig]:

@@ -96,7 +96,7 @@ def job_of(recipe: str) -> type[Job]:
         "algo": (algo_config, ... if required else algo_config()),
         "rollout": (RolloutConfig, ...) if algo_config.online else (None, None),
     }
-    return create_model(f"{RECIPES[recipe].name}Job", __base__=Job, __module__=__name__, **fields)
+    return create_model(f"{recipe.upper()}Job", __base__=Job, __module__=__name__, **fields)
 
 
 def jobs() -> dict[str, type[Job]]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ptf.config import plugin
-from ptf.config.recipes import RECIPES, STALENESS_NEEDS_CAP, algo_config
+from ptf.config.recipes import STALENESS_NEEDS_CAP, algo_config
 from ptf.config.section import Plugin
 from ptf.errors import UserError
 
@@ -30,8 +30,7 @@ def build(job: "Job") -> "Recipe":
                 "keys `online: ClassVar[bool] = True`"
             )
     else:
-        package, name = RECIPES[job.recipe]
-        made = getattr(importlib.import_module(f"{package}.recipe"), name)
+        made = getattr(importlib.import_module(f"ptf.recipes.{job.recipe}.recipe"), job.recipe.upper())
     if job.rollout is not None and job.rollout.max_staleness and getattr(config, "tis_cap", None) is None:
         raise UserError(f"algo.tis_cap: {STALENESS_NEEDS_CAP}; the recipe {made.__name__} has no `tis_cap`")
     context = Context(job.data.train_on, tuple(job.data.sources))

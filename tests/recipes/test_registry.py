@@ -58,8 +58,6 @@ def test_what_is_no_recipe_or_not_online_is_told_what_to_write() -> None:
 
 
 def test_every_recipe_has_its_flow_and_its_keys():
-    assert list(RECIPES) == ["sft", "dpo", "kd", "rm", "grpo", "ppo", "opd"]
-    for name, entry in RECIPES.items():
+    for name in RECIPES:
         assert (ROOT / "flows" / f"{name}_flow.py").exists()
-        assert entry.package == f"ptf.recipes.{name}"
         assert issubclass(algo_config_of(name), AlgoConfig)

@@ -90,7 +90,7 @@ def job(*args: Any, **kwargs: Any) -> Job:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_subclass_is_built_as_the_recipe_is(name: str, precision: str) -> None:
     """The same keys give the same arguments, those that no key gives among them."""
-    algo, own = ALGO.get(name, {}), f"Own{RECIPES[name].name}"
+    algo, own = ALGO.get(name, {}), f"Own{name.upper()}"
     built, plugged = build(job(name, precision=precision, **algo)), build(job(own, name, precision, **algo))
     assert type(plugged).__name__ == own
     assert plugged.context == built.context
