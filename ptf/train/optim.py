@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -49,17 +49,9 @@ class Schedule:
         return self.lr * (self.floor + (1 - self.floor) * left)
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """Parameters with the same learning rate and weight decay."""
-
-    factor: float  # of the schedule's learning rate
-    weight_decay: float
-    params: list[nn.Parameter]
-
-
-def groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) -> list[ParameterGroup]:
-    """Group what trains by the first pattern of `factors` that matches; only matrices get weight decay.
+def groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer: what trains, by the first pattern of `factors` that matches; only
+    matrices get weight decay. The factor of the schedule's learning rate is the group's `factor`.
 
     Raises UserError if a pattern matches no parameter that trains.
     """
@@ -69,10 +61,9 @@ def groups(model: nn.Module, weight_decay: float, factors: Mapping[str, float]) 
     for name, parameter in named.items():
         factor = next((factor for pattern, factor in factors.items() if matches(name, pattern)), 1.0)
         by_key.setdefault((factor, weight_decay if parameter.dim() > 1 else 0.0), []).append(parameter)
-    return [ParameterGroup(*key, params) for key, params in by_key.items()]
+    return [{"params": params, "weight_decay": decay, "factor": factor} for (factor, decay), params in by_key.items()]
 
 
-def adamw(groups: list[ParameterGroup], config: TrainConfig) -> torch.optim.AdamW:
-    """Build fused AdamW (on a CPU 4.5 times as fast as foreach), with one of its groups for each of `groups`."""
-    param_groups = [{"params": g.params, "weight_decay": g.weight_decay} for g in groups]
-    return torch.optim.AdamW(param_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+def adamw(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.AdamW:
+    """Build fused AdamW (on a CPU 4.5 times as fast as foreach)."""
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -191,8 +191,7 @@ class Trainer:
         self.model, self.world, self.frozen_models = model, world, frozen_models or {}
         self.max_grad_norm = config.max_grad_norm
         self.schedule = Schedule.of(config, config.steps or 1)
-        self.groups = groups(model, config.weight_decay, config.lr_multipliers)
-        self.optimizer = adamw(self.groups, config)
+        self.optimizer = adamw(groups(model, config.weight_decay, config.lr_multipliers), config)
         self.optimizer_stepper: OffloadedMoments | QuantisedMoments | None = None
         if config.optimizer == "adamw_offload":
             self.optimizer_stepper = OffloadedMoments(self.optimizer)
@@ -256,8 +255,8 @@ class Trainer:
                 f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights are as before this step"
             )
         lr = self.schedule(step)
-        for param_group, group in zip(self.optimizer.param_groups, self.groups, strict=True):
-            param_group["lr"] = lr * group.factor
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["factor"]
         (self.optimizer_stepper or self.optimizer).step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": grad_norm, "lr": lr}

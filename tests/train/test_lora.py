@@ -152,7 +152,8 @@ def test_learning_rates_go_by_group(tmp_path):
     trainer = Trainer(model, World(), config)
     named = {id(p): n for n, p in model.named_parameters()}
     made = {
-        (g.factor, g.weight_decay): {named[id(p)] for p in g.params} for g in groups(model, 0.5, config.lr_multipliers)
+        (g["factor"], g["weight_decay"]): {named[id(p)] for p in g["params"]}
+        for g in groups(model, 0.5, config.lr_multipliers)
     }
     assert made == {(10.0, 0.5): {"embed.weight"}, (2.0, 0.5): {"head.weight"}, (2.0, 0.0): {"norm.weight"}}
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
