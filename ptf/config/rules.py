@@ -52,94 +52,12 @@ def secret_rules(job: "Job") -> Rules:
     }
 
 
-def data_parallel_rules(job: "Job") -> Rules:
-    """Return a rule for each number that must be a multiple of the number of data-parallel ranks."""
-    workers, tensor = job.compute.workers, job.compute.mesh.tensor_parallel_size
-    of_tensors = f" / compute.mesh.tensor_parallel_size ({tensor})" if tensor > 1 else ""
-    dealt = {
-        "data.partitions": job.data.partitions,
-        "train.global_batch_sequences": job.train.global_batch_sequences,
-    }
-    return {
-        f"{key} ({value}) must be a multiple of compute.workers ({workers}){of_tensors}": not job.rollout
-        and value % (workers // tensor or 1)
-        for key, value in dealt.items()
-    }
-
-
-def launch_rules(job: "Job") -> Rules:
-    """Return the rules of where the run runs and writes, of how its workers divide the model, and of engines that
-    need a process of their own, which only Ray gives."""
-    workers, launcher, mesh = job.compute.workers, job.compute.launcher, job.compute.mesh
-    engines = {
-        "rollout.engine": job.rollout.engine if job.rollout and launcher == "local" else None,
-        "evaluate.engine": job.evaluate.engine,
-    }
-    return {
-        "output must be a directory on this machine; publish.to may be a URI": "://" in job.output,
-        f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({mesh.tensor_parallel_size}) must "
-        f"divide compute.workers ({workers})": workers % (mesh.replicate * mesh.tensor_parallel_size),
-        "compute.launcher: local is one process; use ray or torchrun for compute.workers > 1": launcher == "local"
-        and workers > 1,
-    } | {
-        f"{key}: vllm needs a process of its own, which compute.launcher: {launcher} does not give; use native": engine
-        == "vllm"
-        and launcher != "ray"
-        for key, engine in engines.items()
-    }
-
-
-def held_out_rules(job: "Job") -> Rules:
-    """Return the rules of held-out data and of the metrics on it."""
-    evaluate = job.evaluate
-    taken = {"greedy_pass_rate", f"pass@{evaluate.samples}", "greedy_reward", "no_result_share"}
-    return {
-        "evaluate.sources needs evaluate.reward to score the responses": evaluate.sources
-        and not (evaluate.reward or job.rollout),
-        "evaluate.metrics needs evaluate.sources: metrics are computed from the responses to held-out prompts": (
-            evaluate.metrics and not evaluate.sources
-        ),
-    } | {
-        f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
-        "choose another": name in taken or "/" in name
-        for name in evaluate.metrics
-    }
-
-
-def deployment_rules(job: "Job") -> Rules:
-    """Return the rules of when the flow runs and of what it publishes."""
-    cron, what = job.flow.cron, job.publish.what
-    return {
-        f"flow.cron: {cron!r} is not a schedule: give minute, hour, day of the month, month and day of the week, "
-        "like '0 3 * * 1'": cron is not None and not schedule(cron),
-        f"publish.what: {what} needs model.lora, which trains the adapter": what != "merged" and job.model.lora is None,
-        f"publish.what: {what} publishes an adapter, and the base model of this one has the tokens of model.tokens, "
-        "which no published model has; use merged": what != "merged" and job.model.tokens is not None,
-    }
-
-
 def is_schedule_longer(train: TrainConfig, steps: int | None) -> bool:
     """Return whether warm-up and decay do not fit into a run of that many steps (None: not known yet)."""
     parts = [part or 0 for part in (train.warmup_steps, train.lr_decay_steps)]
     fixed = sum(part for part in parts if isinstance(part, int))
     fraction = sum(part for part in parts if isinstance(part, float))  # of the run
     return fraction > 1 or bool(steps and fixed + fraction * steps > steps)
-
-
-def schedule_rules(job: "Job") -> Rules:
-    """Warm-up and decay must fit into the run."""
-    train = job.train
-    return {
-        SCHEDULE_IS_LONGER: is_schedule_longer(train, train.steps),
-        "train.lr_decay_steps must be greater than 0; leave it out to decay over all steps after the warm-up": (
-            train.lr_decay_steps == 0
-        ),
-        "train.lr_decay_at_loss needs train.lr_decay_steps, train.validate_every and data.validation": (
-            train.lr_decay_at_loss and not (train.lr_decay_steps and train.validate_every and job.data.validation)
-        ),
-        "train.lr_decay_at_loss needs train.lr_decay_steps as a number of steps where train.epochs says how long the "
-        "run is": train.lr_decay_at_loss and train.epochs and isinstance(train.lr_decay_steps, float),
-    }
 
 
 def length_rules(job: "Job") -> Rules:
@@ -168,82 +86,119 @@ def length_rules(job: "Job") -> Rules:
     }
 
 
-def foreign_model_rules(job: "Job") -> Rules:
-    """Return the rules of keys that `model.backend: hf` does not support."""
-    uses = {
-        "model.replace": job.model.replace,
-        "model.head": job.model.head,
-        "model.quantization": job.model.quantization,
-        "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
-        "evaluate.ranking": job.evaluate.ranking,
+def train_rules(job: "Job") -> Rules:
+    """Return the rules of `train`: of its schedule, of a held-out loss that it or `checkpoint.best` watches, and of
+    what does not go with `train.deterministic`."""
+    train, rollout, best = job.train, job.rollout, job.checkpoint.best
+    known, watches = [f"loss/{name}" for name in job.data.validation], bool(train.early_stopping or best)
+    whole = job.compute.mesh.tensor_parallel_size == 1
+    deterministic = {
+        "train.precision: fp32": train.precision == "fp32",
+        "compute.device: cpu (a GPU's kernels add in an order of their own)": job.compute.device == "cpu",
+        "rollout.engine: native (vllm's bits depend on its batches)": not rollout or rollout.engine != "vllm",
+        "compute.threads: 1 in online recipes": not rollout or job.compute.threads == 1,
+        "a whole model on every worker: compute.mesh.tensor_parallel_size: 1": whole,
     }
-    is_foreign = job.model.backend == "hf"
-    return {f"{key} is not supported with model.backend: hf": is_foreign and used for key, used in uses.items()}
-
-
-def quantised_weight_rules(job: "Job") -> Rules:
-    """Return the rules of keys that do not go with `model.quantization`."""
-    if job.model.quantization is None:
-        return {}
-    nf4, trains = job.model.quantization == "nf4", bool(job.model.trainable)
     return {
-        "model.quantization needs model.lora, which trains adapters beside weights in four bits": job.model.lora
-        is None,
-        "model.quantization needs compute.mesh.tensor_parallel_size: 1": job.compute.mesh.tensor_parallel_size > 1,
-        "model.quantization does not work with model.replace": job.model.replace,
-        "model.quantization: nf4 works with model.trainable in recipes sft, kd and rm only (the reference of others "
-        "would have weights that are not rounded)": nf4 and trains and job.recipe not in ("sft", "kd", "rm"),
-        "model.quantization: nf4 needs rollout.lora_sync: merged (an engine would apply the adapter alone to weights "
-        "that are not rounded)": nf4 and job.rollout and job.rollout.lora_sync == "adapter",
-    }
-
-
-def deterministic_rules(job: "Job") -> Rules:
-    """Return the rules of keys that do not go with `train.deterministic`."""
-    if not job.train.deterministic:
-        return {}
-    return {
-        "train.deterministic needs train.precision: fp32": job.train.precision != "fp32",
-        "train.deterministic needs compute.device: cpu (a GPU's kernels add in an order of their own)": (
-            job.compute.device != "cpu"
+        SCHEDULE_IS_LONGER: is_schedule_longer(train, train.steps),
+        "train.lr_decay_steps must be greater than 0; leave it out to decay over all steps after the warm-up": (
+            train.lr_decay_steps == 0
         ),
-        "train.deterministic needs rollout.engine: native (vllm's bits depend on its batches)": job.rollout
-        and job.rollout.engine == "vllm",
-        "train.deterministic needs compute.threads: 1 in online recipes": job.rollout and job.compute.threads != 1,
-        "train.deterministic needs a whole model on every worker: compute.mesh.tensor_parallel_size: 1": (
-            job.compute.mesh.tensor_parallel_size > 1
+        "train.lr_decay_at_loss needs train.lr_decay_steps, train.validate_every and data.validation": (
+            train.lr_decay_at_loss and not (train.lr_decay_steps and train.validate_every and known)
         ),
-    }
-
-
-def watched_metric_rules(job: "Job") -> Rules:
-    """Return the rules of a held-out loss that train.early_stopping or checkpoint.best watches."""
-    train, best = job.train, job.checkpoint.best
-    if not (train.early_stopping or best):
-        return {}
-    if job.rollout:
-        return {"train.early_stopping and checkpoint.best are for recipes without rollouts": True}
-    known = [f"loss/{name}" for name in job.data.validation]
-    return {
-        "train.early_stopping and checkpoint.best need data.validation and train.validate_every": not (
-            train.validate_every and known
-        ),
+        "train.lr_decay_at_loss needs train.lr_decay_steps as a number of steps where train.epochs says how long the "
+        "run is": train.lr_decay_at_loss and train.epochs and isinstance(train.lr_decay_steps, float),
+        **{f"train.deterministic needs {what}": train.deterministic and not has for what, has in deterministic.items()},
+        "train.early_stopping and checkpoint.best are for recipes without rollouts": watches and rollout,
+        "train.early_stopping and checkpoint.best need data.validation and train.validate_every": watches
+        and not rollout
+        and not (train.validate_every and known),
         f"checkpoint.best: {best} cannot be watched; only held-out losses can: {', '.join(known)}": best
+        and not rollout
         and known
         and best not in known,
         "checkpoint.every must be a multiple of train.validate_every, so that every checkpoint has the metric of "
-        "checkpoint.best": best and train.validate_every and job.checkpoint.every % train.validate_every,
+        "checkpoint.best": best
+        and not rollout
+        and train.validate_every
+        and job.checkpoint.every % train.validate_every,
     }
 
 
-def own_component_rules(job: "Job") -> Rules:
-    """Return the rules of keys that do not go with components and tokens of the user's own."""
-    model, tokens = job.model, job.model.tokens
+def compute_rules(job: "Job") -> Rules:
+    """Return the rules of where the run runs and writes, of how its workers divide the model and the data, and of
+    engines that need a process of their own, which only Ray gives."""
+    workers, launcher, mesh = job.compute.workers, job.compute.launcher, job.compute.mesh
+    tensor = mesh.tensor_parallel_size
+    of_tensors = f" / compute.mesh.tensor_parallel_size ({tensor})" if tensor > 1 else ""
+    dealt = {
+        "data.partitions": job.data.partitions,
+        "train.global_batch_sequences": job.train.global_batch_sequences,
+    }
+    engines = {
+        "rollout.engine": job.rollout.engine if job.rollout and launcher == "local" else None,
+        "evaluate.engine": job.evaluate.engine,
+    }
+    return {
+        "output must be a directory on this machine; publish.to may be a URI": "://" in job.output,
+        f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({tensor}) must divide compute.workers "
+        f"({workers})": workers % (mesh.replicate * tensor),
+        "compute.launcher: local is one process; use ray or torchrun for compute.workers > 1": launcher == "local"
+        and workers > 1,
+        **{
+            f"{key} ({value}) must be a multiple of compute.workers ({workers}){of_tensors}": not job.rollout
+            and value % (workers // tensor or 1)
+            for key, value in dealt.items()
+        },
+        **{
+            f"{key}: vllm needs a process of its own, which compute.launcher: {launcher} does not give; use native": (
+                engine == "vllm" and launcher != "ray"
+            )
+            for key, engine in engines.items()
+        },
+    }
+
+
+def stage_rules(job: "Job") -> Rules:
+    """Return the rules of held-out data and of the metrics on it, of what is published, and of when the flow runs."""
+    evaluate, cron, what = job.evaluate, job.flow.cron, job.publish.what
+    taken = {"greedy_pass_rate", f"pass@{evaluate.samples}", "greedy_reward", "no_result_share"}
+    return {
+        "evaluate.sources needs evaluate.reward to score the responses": evaluate.sources
+        and not (evaluate.reward or job.rollout),
+        "evaluate.metrics needs evaluate.sources: metrics are computed from the responses to held-out prompts": (
+            evaluate.metrics and not evaluate.sources
+        ),
+        **{
+            f"evaluate.metrics.{name}: the name of a metric must not be {', '.join(sorted(taken))} or contain a slash; "
+            "choose another": name in taken or "/" in name
+            for name in evaluate.metrics
+        },
+        f"flow.cron: {cron!r} is not a schedule: give minute, hour, day of the month, month and day of the week, "
+        "like '0 3 * * 1'": cron is not None and not schedule(cron),
+        f"publish.what: {what} needs model.lora, which trains the adapter": what != "merged" and not job.model.lora,
+        f"publish.what: {what} publishes an adapter, and the base model of this one has the tokens of model.tokens, "
+        "which no published model has; use merged": what != "merged" and job.model.tokens,
+    }
+
+
+def model_rules(job: "Job") -> Rules:
+    """Return the rules of components and tokens of the user's own, of weights in four bits, and of what
+    `model.backend: hf` does not support."""
+    model, tokens, form, mesh = job.model, job.model.tokens, job.model.quantization, job.compute.mesh
     can_share = isinstance(job.algo, AlgoConfig) and job.algo.may_share_prefixes and model.backend == "ptf"
-    has_head = model.head or "head" in model.replace
+    has_head, nf4 = model.head or "head" in model.replace, form == "nf4"
     engines = {
         "rollout.engine": job.rollout.engine if job.rollout else None,
         "evaluate.engine": job.evaluate.engine if job.evaluate.sources else None,
+    }
+    unsupported = {
+        "model.replace": model.replace,
+        "model.head": model.head,
+        "model.quantization": form,
+        "compute.mesh.tensor_parallel_size": mesh.tensor_parallel_size > 1,
+        "evaluate.ranking": job.evaluate.ranking,
     }
     return {
         "model.tokens adds none: give added or file": tokens and not (tokens.added or tokens.file),
@@ -256,27 +211,34 @@ def own_component_rules(job: "Job") -> Rules:
         "model.head: rollouts are sampled from logits over the vocabulary, not from a custom head; train it with an "
         "offline recipe, or remove the custom head": has_head and job.rollout,
         "model.head: evaluate.sources needs a model that generates text": has_head and job.evaluate.sources,
-    } | {
-        f"{key}: vllm does not know the components of model.replace; use native": model.replace and engine == "vllm"
-        for key, engine in engines.items()
+        **{
+            f"{key}: vllm does not know the components of model.replace; use native": model.replace and engine == "vllm"
+            for key, engine in engines.items()
+        },
+        **{
+            f"{key} is not supported with model.backend: hf": model.backend == "hf" and used
+            for key, used in unsupported.items()
+        },
+        "model.quantization needs model.lora, which trains adapters beside weights in four bits": form
+        and not model.lora,
+        "model.quantization needs compute.mesh.tensor_parallel_size: 1": form and mesh.tensor_parallel_size > 1,
+        "model.quantization does not work with model.replace": form and model.replace,
+        "model.quantization: nf4 works with model.trainable in recipes sft, kd and rm only (the reference of others "
+        "would have weights that are not rounded)": nf4 and model.trainable and job.recipe not in ("sft", "kd", "rm"),
+        "model.quantization: nf4 needs rollout.lora_sync: merged (an engine would apply the adapter alone to weights "
+        "that are not rounded)": nf4 and job.rollout and job.rollout.lora_sync == "adapter",
     }
 
 
 RULES: tuple[Callable[["Job"], Rules], ...] = (
-    data_parallel_rules,
     name_rules,
     secret_rules,
-    launch_rules,
+    compute_rules,
     length_rules,
-    schedule_rules,
-    deterministic_rules,
-    watched_metric_rules,
-    own_component_rules,
-    foreign_model_rules,
-    quantised_weight_rules,
+    train_rules,
+    model_rules,
     pool_rules,
-    held_out_rules,
-    deployment_rules,
+    stage_rules,
     rollout_rules,
     prompt_rules,
 )
