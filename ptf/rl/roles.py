@@ -204,7 +204,6 @@ class Learner(ModelRole):
         results = []
         for units in minibatches:
             sequences = packer_of(self.model)(units, seq_len)
-            self.trainer.raise_if_large(len(sequences))
             if train.deterministic:
                 micro, numbers = shard_sequences_singly(sequences, self.world)
             else:

@@ -37,10 +37,6 @@ class Ranged(io.RawIOBase):
         """Return True: any place of the file can be read."""
         return True
 
-    def tell(self) -> int:
-        """Return the place of the next byte."""
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Go to a place of the file and return it."""
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]

@@ -35,12 +35,8 @@ class DeterministicTrainer(Trainer):
         torch.set_num_threads(1)  # the order of additions depends on the number of threads
 
     def raise_if_large(self, sequences: int) -> None:
-        """Raise UserError if the sequences' gradients need more than 4 GiB on a rank."""
-        size = (
-            sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-            * sequences
-            // self.world.size
-        )
+        """Raise UserError if the gradients of this rank's sequences need more than 4 GiB."""
+        size = sequences * sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         if size > MAX_GRADIENT_BYTES:
             raise UserError(
                 f"train.deterministic keeps a gradient for each sequence, {size / 2**30:.1f} GiB on every worker here, "
@@ -52,6 +48,7 @@ class DeterministicTrainer(Trainer):
         """Leave the gradient of the mean loss in the parameters, summed in the order of the sequences."""
         world, parameters = self.world, [p for p in self.model.parameters() if p.requires_grad]
         assert all(len(batch.tokens) == 1 for batch in micro), "one sequence a batch"
+        self.raise_if_large(len(micro))
         # for each sequence of the global step: its rank, and its index among that rank's sequences
         owners: list[tuple[int, int]] = [(0, 0)] * (len(sequences) * world.size)
         for rank, numbers in enumerate(self.world.all_gather_object(list(sequences))):

@@ -72,7 +72,6 @@ def build(job: Job, world: World, run: Path, lease: Lease) -> Parts:
     else:
         data_job, frozen_models = job, load_frozen(recipe.frozen_models)
     trainer = trainer_of(job.train, model, world, frozen_models)
-    trainer.raise_if_large(job.train.global_batch_sequences)
     partitions = make_partitions(data_job, recipe, tokenizer, run)
     loader = make_loader(data_job, partitions, world)
     held_out = held_out_sequences(data_job, recipe, tokenizer, run / "quarantine" if world.leads else None)

@@ -202,9 +202,6 @@ class Trainer:
         """Return a context in which the optimizer's state exists and is on the device, to store or to load it."""
         return self.optimizer_stepper.whole() if self.optimizer_stepper else contextlib.nullcontext()
 
-    def raise_if_large(self, sequences: int) -> None:
-        """Raise UserError if this trainer cannot hold a step of that many sequences; the base trainer holds any."""
-
     def step(
         self,
         micro: Sequence[Batch],
