@@ -21,6 +21,7 @@ from published_shapes import qwen3
 from ptf.compute.checkpoint import Checkpoints, copied, tensors_of
 from ptf.compute.saver import Saver
 from ptf.compute.world import joined
+from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.model import bridge
 from ptf.train.optim import adamw, groups
@@ -49,7 +50,7 @@ def main() -> None:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        saves = Checkpoints(f"{scratch}/checkpoints", every=1, keep=1, steps=asked.saves)
+        saves = Checkpoints(f"{scratch}/checkpoints", CheckpointConfig(every=1, keep=1), steps=asked.saves)
         saver = Saver(saves, world, 600)
         for step in range(1, asked.saves + 1):
             began = time.perf_counter()

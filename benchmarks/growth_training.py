@@ -26,6 +26,7 @@ from ptf.compute.saver import Saver
 from ptf.compute.tracking import StepLines, Tracker, read_metrics
 from ptf.compute.world import World
 from ptf.config import loads
+from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.sections.track import TrackConfig
@@ -255,7 +256,7 @@ def checkpoint_of(directory: Path, model: nn.Module) -> Run:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    saves = Checkpoints(str(directory / "checkpoints"), every=1, keep=1, steps=10)
+    saves = Checkpoints(str(directory / "checkpoints"), CheckpointConfig(every=1, keep=1), steps=10)
     saver = Saver(saves, world, 600.0)
 
     def run() -> None:

@@ -14,6 +14,7 @@ from ptf.artifact import Artifact
 from ptf.compute.checkpoint import Checkpoints
 from ptf.config import loads
 from ptf.config.error import ConfigError
+from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.tensor_files import TensorFiles
@@ -104,7 +105,7 @@ def test_a_version_is_a_name(tmp_path):
 
 
 def test_a_stray_directory_beside_checkpoints_is_left_alone_and_said(tmp_path, capsys):
-    saves = Checkpoints(str(tmp_path), every=1, keep=1, steps=5)
+    saves = Checkpoints(str(tmp_path), CheckpointConfig(every=1, keep=1), steps=5)
     for step in (1, 2):
         storage.finish(saves.path(step), {"step": step}, {})
     for name in ("step_x", "step_00000002.bak", "step_3", "step_00000009 (copy)"):

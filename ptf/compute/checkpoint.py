@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from ptf.compute import dcp_files
 from ptf.compute.lease import UNSHARED, Lease
 from ptf.compute.world import World
 from ptf.config import Job
+from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.errors import UserError
 
 Entries = dict[str, dict[str, Any]]  # size and SHA-256 by name in the checkpoint's directory
@@ -151,32 +152,20 @@ class Checkpoints:
     """
 
     root: str  # without a slash at its end
-    _: KW_ONLY
-    every: int
-    keep: int
+    config: CheckpointConfig
     steps: int
-    best: str | None = None  # the metric that is lowest at one more checkpoint that is kept
-    whole_up_to: float = float("inf")  # bytes that are hashed when a checkpoint is verified
     lease: Lease = UNSHARED
 
     @classmethod
     def of(cls, job: Job, run: Path, lease: Lease = UNSHARED) -> "Checkpoints":
         """Build the checkpoints of the run in this directory; `lease` is checked whenever one is begun or committed."""
-        checkpoint_config = job.checkpoint
-        root = f"{checkpoint_config.to.rstrip('/')}/{run.name}" if checkpoint_config.to else str(run / "checkpoints")
-        return cls(
-            root,
-            every=checkpoint_config.every,
-            keep=checkpoint_config.keep,
-            steps=job.train.steps or 0,
-            best=checkpoint_config.best,
-            whole_up_to=checkpoint_config.sha256_max_gib * 2**30,
-            lease=lease,
-        )
+        config = job.checkpoint
+        root = f"{config.to.rstrip('/')}/{run.name}" if config.to else str(run / "checkpoints")
+        return cls(root, config, job.train.steps or 0, lease)
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due at this step."""
-        return step % self.every == 0 or step == self.steps
+        return step % self.config.every == 0 or step == self.steps
 
     def path(self, step: int) -> str:
         """Return the directory or URI of a step's checkpoint."""
@@ -202,7 +191,7 @@ class Checkpoints:
         """
         # newer checkpoints are damaged, and will be written again
         done = [other for other in _numbers(self._directories()[0]) if other <= step]
-        keep = {*done[: self.keep], *self.ranked()[:1]}
+        keep = {*done[: self.config.keep], *self.ranked()[:1]}
         present = {*_numbers(storage.children(self.root))}
         for old in sorted(other for other in present - keep if other <= step):
             self.lease.check()
@@ -215,12 +204,12 @@ class Checkpoints:
 
     def ranked(self) -> list[int]:
         """Return the checkpoints that have the metric `best`, the lowest first; of equal ones, the earlier first."""
-        if self.best is None:
+        if self.config.best is None:
             return []
         values: dict[int, float] = {}
         for step in _numbers(self._directories()[0]):
             try:
-                value = float(storage.manifest_of(self.path(step))["metrics"][self.best])
+                value = float(storage.manifest_of(self.path(step))["metrics"][self.config.best])
                 if math.isfinite(value):
                     values[step] = value
             except (storage.Corrupt, KeyError):  # damaged, or written before the metric was first measured
@@ -267,7 +256,7 @@ class Checkpoints:
         for step in steps:
             path = self.path(step)
             try:
-                manifest = storage.verify(path, self.whole_up_to)
+                manifest = storage.verify(path, self.config.sha256_max_gib * 2**30)
                 if manifest["step"] != step:
                     raise storage.Corrupt(f"its manifest is of step {manifest['step']}")
                 return step, path, manifest

@@ -31,6 +31,7 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease, LeaseLost, Process, Record, RunInUse
 from ptf.compute.tracking import StepLines
 from ptf.config import Job, loads
+from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.data import prepare, tokenized
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.sources import hub
@@ -139,7 +140,7 @@ def checkpoints(kind: str, made: Made, run: Path, other: Path) -> Scene:
     root, others = made.of_run(kind, run, other, "checkpoints")
 
     def read() -> Any:
-        found = Checkpoints(str(root / "checkpoints"), every=1, keep=1, steps=1).latest()
+        found = Checkpoints(str(root / "checkpoints"), CheckpointConfig(every=1, keep=1), steps=1).latest()
         return None if found is None else (found[0], held(Path(found[1])))
 
     whole = [(int(place.name.removeprefix("step_")), held(place)) for place in sorted((root / "checkpoints").iterdir())]
