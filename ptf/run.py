@@ -253,8 +253,9 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
         run_name,
         "--set",
         "compute.address=auto",
+        "--set",
+        f"output={Path(job.output).resolve()}",
     ]
-    command += ["--set", f"output={Path(job.output).resolve()}"]
 
     def anew() -> None:
         with hold_lease(job, directory):

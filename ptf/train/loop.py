@@ -62,9 +62,9 @@ class Loop:
     def __init__(self, parts: Parts) -> None:
         """Continue from the newest checkpoint, or plan the run from step 0, and compile."""
         job, world = parts.job, parts.world
-        patience, metric = job.train.early_stopping, job.checkpoint.best
+        patience, first = job.train.early_stopping, next(iter(job.data.validation), "")
+        metric = job.checkpoint.best or f"loss/{first}"
         self.parts, self.clock = parts, world.clock
-        metric = metric or f"loss/{next(iter(job.data.validation), '')}"
         self.early_stopping = None if patience is None else EarlyStopping(metric, patience)
         self.stop_signal = StopSignal(parts.run)
         self.meter = StepMeter(job, world, parts.model, parts.frozen_models, parts.loader)

@@ -107,25 +107,25 @@ def test_a_name_that_hides_behind_an_allowed_module_is_refused(place, world):
         loaded(place, world)
 
 
-@pytest.mark.parametrize("path", ["../x.distcp", "/etc/passwd", "a/__0_0.distcp", "__0_0.distcp/../../x", 3])
-def test_an_entry_outside_of_the_directory_is_refused(place, world, path):
+OUTSIDE = ("../x.distcp", "/etc/passwd", "a/__0_0.distcp", "__0_0.distcp/../../x", 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        *[("relative_path", path, "not of this checkpoint") for path in OUTSIDE],
+        ("transform_descriptors", ["stream.zstd"], "needs transformations"),
+    ],
+)
+def test_an_entry_outside_of_the_directory_or_with_a_transformation_is_refused(place, world, field, value, said):
     shutil.copy(place / "tensors" / "__0_0.distcp", place / "x.distcp")
 
-    def move(index) -> None:
+    def change(index) -> None:
         for where in index.storage_data.values():
-            where.relative_path = path
+            setattr(where, field, value)
 
-    rewritten(place, move)
-    with pytest.raises(storage.Corrupt, match="not of this checkpoint"):
-        loaded(place, world)
-
-
-def test_an_entry_with_a_transformation_is_refused(place, world):
-    def ask(index) -> None:
-        next(iter(index.storage_data.values())).transform_descriptors = ["stream.zstd"]
-
-    rewritten(place, ask)
-    with pytest.raises(storage.Corrupt, match="needs transformations"):
+    rewritten(place, change)
+    with pytest.raises(storage.Corrupt, match=said):
         loaded(place, world)
 
 
