@@ -18,13 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from ptf.compute.meter import reset_peak_memory
 
-Waiting = list[tuple[torch.UntypedStorage, int, Tensor | None]]
 SLAB_BYTES = 256 << 20  # a power of two: torch rounds up each allocation of page-locked memory to one
 
 
 class PinnedMemory:
-    """Page-locked host memory, from which a GPU copies at the full speed of its link. It grows by slabs and is never
-    freed, because allocating it takes longer than a copy."""
+    """Page-locked host memory, from which a GPU copies at the full speed of its link; without a GPU, plain memory. It
+    grows by slabs and is never freed, because allocating it takes longer than a copy."""
 
     def __init__(self) -> None:
         self.slabs: list[Tensor] = []
@@ -35,28 +34,22 @@ class PinnedMemory:
         while at < first + size:
             number, start = divmod(at, SLAB_BYTES)
             while len(self.slabs) <= number:
-                self.slabs.append(self.allocate(SLAB_BYTES))
+                self.slabs.append(torch.empty(SLAB_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
             part = self.slabs[number][start : min(SLAB_BYTES, start + first + size - at)]
             yield part, at - first
             at += len(part)
 
-    @staticmethod
-    def allocate(size: int) -> Tensor:
-        """Return a new slab."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
 
 class OffloadedTensors:
     """The offloaded tensors of one role on one worker: in a file, or in host memory if `file` is None. The host memory
-    of tensors of a GPU is page-locked and used again by the next offload."""
+    is used again by the next offload."""
 
     def __init__(self, file: Path | None, pinned: PinnedMemory | None = None, first: int = 0) -> None:
         """With `pinned`, which others use as well, the tensors lie from its byte `first` on."""
         self.file = file
         self.pinned, self.first = pinned or PinnedMemory(), first
         self.digest = b""
-        # storage, its size in bytes, and its copy if that is neither in the file nor in `pinned`
-        self.waiting: Waiting = []
+        self.waiting: list[tuple[torch.UntypedStorage, int]] = []  # with their sizes in bytes
 
     def offload(self, tensors: Iterable[Tensor], release: bool = True) -> None:
         """Empty the storages of these tensors, which nothing may read until `restore`; tensors that are offloaded
@@ -77,83 +70,74 @@ class OffloadedTensors:
                 f"{fixed} of {len(distinct)} tensors have memory that torch does not own, or that was shared with "
                 "NumPy, so it cannot be freed"
             )
-        pinned = self.uses_pinned_memory(distinct.values())
-        waiting = [
-            (storage, storage.nbytes(), None if self.file or pinned else _bytes(storage).to("cpu", copy=True))
-            for storage in distinct.values()
-        ]
-        if pinned:
-            self._copy_pinned(waiting, restoring=False)
-        elif self.file:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                self.digest = self._write(self.file, [storage for storage, _, _ in waiting])
-            except BaseException:
-                self.file.unlink(missing_ok=True)
-                raise
-        for storage, _, _ in waiting:
+        if self.file is None:
+            self._copy(distinct.values(), restoring=False)
+        else:
+            self.digest = self._write(self.file, distinct.values())
+        self.waiting = [(storage, storage.nbytes()) for storage in distinct.values()]
+        for storage in distinct.values():
             storage.resize_(0)
-        self.waiting = waiting
         if release:
             release_freed_memory()
 
-    def uses_pinned_memory(self, storages: Iterable[torch.UntypedStorage]) -> bool:
-        """Return whether these storages are copied to page-locked memory: those of a GPU, without a file."""
-        return self.file is None and any(storage.device.type == "cuda" for storage in storages)
+    def restore(self) -> None:
+        """Fill the storages again. Raises OSError or RuntimeError if the file is not what was written."""
+        for storage, size in self.waiting:
+            storage.resize_(size)
+        storages = [storage for storage, _ in self.waiting]
+        if self.file is None:
+            self._copy(storages, restoring=True)
+        elif storages:
+            self._read(self.file, storages)
+        self.waiting = []
 
-    def _copy_pinned(self, waiting: Waiting, restoring: bool) -> None:
-        """Copy all storages to page-locked memory, one after the other, or back."""
+    def _copy(self, storages: Iterable[torch.UntypedStorage], restoring: bool) -> None:
+        """Copy the storages to host memory, one after the other, or back."""
         first = self.first
-        for storage, size, _ in waiting:
+        for storage in storages:
             values = _bytes(storage)
-            for part, offset in self.pinned.parts(first, size):
+            for part, offset in self.pinned.parts(first, len(values)):
                 inner = values[offset : offset + len(part)]
                 _ = inner.copy_(part, non_blocking=True) if restoring else part.copy_(inner, non_blocking=True)
-            first += size
+            first += len(values)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def restore(self) -> None:
-        """Fill the storages again. Raises OSError or RuntimeError if the file is not what was written."""
-        if self.uses_pinned_memory(storage for storage, _, _ in self.waiting):
-            for storage, size, _ in self.waiting:
-                storage.resize_(size)
-            self._copy_pinned(self.waiting, restoring=True)
-            self.waiting = []
-            return
-        sha = hashlib.sha256()
-        with open(self.file, "rb") if self.file and self.waiting else contextlib.nullcontext() as file:
-            for storage, size, copy in self.waiting:
-                storage.resize_(size)
-                values = _bytes(storage)
-                if copy is None:
-                    copy = values if values.device.type == "cpu" else torch.empty(size, dtype=torch.uint8)
-                    if file is None or file.readinto(_memory(copy)) != size:
-                        raise RuntimeError(f"{self.file} is shorter than what was written to it")
-                    sha.update(_memory(copy))
-                if copy is not values:
-                    values.copy_(copy)
-        if self.waiting and self.file:
-            if sha.digest() != self.digest:
-                raise RuntimeError(f"{self.file} is not what was written to it")
-            self.file.unlink()
-        self.waiting = []
-
-    @staticmethod
-    def _write(file: Path, storages: Iterable[torch.UntypedStorage]) -> bytes:
+    def _write(self, file: Path, storages: Iterable[torch.UntypedStorage]) -> bytes:
         """Write the storages; return their SHA-256."""
         sha = hashlib.sha256()
-        with open(file, "wb") as out:
-            for storage in storages:
-                host = _bytes(storage).cpu()  # a reference must be held while it is read: on a GPU it is a copy
-                out.write(_memory(host))
-                sha.update(_memory(host))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(file, "wb") as out:
+                for storage in storages:
+                    host = _bytes(storage).cpu()  # a reference must be held while it is read: on a GPU it is a copy
+                    out.write(_memory(host))
+                    sha.update(_memory(host))
+        except BaseException:
+            file.unlink(missing_ok=True)
+            raise
         return sha.digest()
+
+    def _read(self, file: Path, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Fill the storages from the file, and remove it."""
+        sha = hashlib.sha256()
+        with open(file, "rb") as stream:
+            for storage in storages:
+                values = _bytes(storage)
+                host = values if values.device.type == "cpu" else torch.empty(len(values), dtype=torch.uint8)
+                if stream.readinto(_memory(host)) != len(values):
+                    raise RuntimeError(f"{file} is shorter than what was written to it")
+                sha.update(_memory(host))
+                if host is not values:
+                    values.copy_(host)
+        if sha.digest() != self.digest:
+            raise RuntimeError(f"{file} is not what was written to it")
+        file.unlink()
 
     @property
     def bytes(self) -> int:
         """The number of offloaded bytes."""
-        return sum(size for _, size, _ in self.waiting)
+        return sum(size for _, size in self.waiting)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

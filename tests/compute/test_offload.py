@@ -14,31 +14,20 @@ from ptf.compute.offload import OffloadedTensors, PinnedMemory, own_file, releas
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["file", "host memory", "page-locked"])
+@pytest.fixture(params=["file", "host memory"])
 def offloaded(request, tmp_path, monkeypatch) -> OffloadedTensors:
-    if request.param == "page-locked":  # as for a GPU, in memory that is not locked
-        monkeypatch.setattr(offload, "SLAB_BYTES", 5 * MIB)  # smaller than all tensors, and none's multiple
-        monkeypatch.setattr(PinnedMemory, "allocate", staticmethod(lambda size: torch.empty(size, dtype=torch.uint8)))
-        monkeypatch.setattr(OffloadedTensors, "uses_pinned_memory", lambda self, storages: True)
+    monkeypatch.setattr(offload, "SLAB_BYTES", 5 * MIB)  # smaller than all tensors, and none's multiple
     return OffloadedTensors(own_file(str(tmp_path / "offloaded" / "policy"), 3) if request.param == "file" else None)
 
 
 def test_memory_for_a_gpu_is_page_locked(monkeypatch):
-    asked = list[dict]()
-    monkeypatch.setattr(offload.torch, "empty", lambda *sizes, **options: asked.append(options))
-    PinnedMemory.allocate(MIB)
-    assert [options["pin_memory"] for options in asked] == [True]
-
-
-def test_what_a_gpu_holds_goes_to_page_locked_memory_unless_it_goes_to_a_file(tmp_path):
-    class Storage:
-        def __init__(self, device: str) -> None:
-            self.device = torch.device(device)
-
-    on_gpu, on_cpu = [Storage("cpu"), Storage("cuda")], [Storage("cpu")]
-    assert OffloadedTensors(None).uses_pinned_memory(on_gpu)  # type: ignore[arg-type]
-    assert not OffloadedTensors(None).uses_pinned_memory(on_cpu)  # type: ignore[arg-type]
-    assert not OffloadedTensors(tmp_path / "file").uses_pinned_memory(on_gpu)  # type: ignore[arg-type]
+    asked, empty = list[bool](), torch.empty
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch, "empty", lambda size, pin_memory, dtype: asked.append(pin_memory) or empty(size, dtype=dtype)
+    )
+    assert [len(part) for part, _ in PinnedMemory().parts(0, 7)] == [7]
+    assert asked == [True]
 
 
 def resident() -> int:
@@ -79,8 +68,8 @@ def test_training_goes_on_as_if_nothing_had_been_parked(offloaded):
     assert model[3].weight is model[1].weight
 
 
-@pytest.mark.parametrize("offloaded", ["page-locked"], indirect=True)
-def test_page_locked_memory_is_allocated_once(offloaded):
+@pytest.mark.parametrize("offloaded", ["host memory"], indirect=True)
+def test_host_memory_is_allocated_once(offloaded):
     model, optimizer = trained()
     found = []
     for gradients in (False, True, False, True):
