@@ -77,13 +77,6 @@ def share_a_pool(job: "Job") -> bool:
     return not pools or any({"policy", "rollout"} <= set(pool.roles) for pool in pools)
 
 
-def whole_on_gpus(job: "Job", gpu: bool) -> bool:
-    """Return whether whole weights are sent from GPUs to GPUs under Ray: on a CPU, or for an adapter alone,
-    `object_store` is as good."""
-    assert job.rollout is not None
-    return gpu and job.compute.launcher == "ray" and job.rollout.lora_sync != "adapter"
-
-
 # of transports that store all buckets: from the GPU, digest, into the store; and back
 STORED = {"gather": 1, "host_link": 2, "digest_on_device": 1, "digest_on_host": 1, "network": 1}
 # in the order in which `auto` tries them: those that stream; `files`, without a second copy in host memory; the rest
@@ -160,7 +153,8 @@ def resolve_transport(job: "Job", gpu: bool) -> str:
     assert job.rollout is not None
     if job.rollout.transport in TRANSPORTS:
         return job.rollout.transport
-    from_gpus = whole_on_gpus(job, gpu)
+    # on a CPU, or for an adapter alone, `object_store` is as good
+    from_gpus = gpu and job.compute.launcher == "ray" and job.rollout.lora_sync != "adapter"
     return next(
         name
         for name, transport in TRANSPORTS.items()
