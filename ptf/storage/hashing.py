@@ -37,11 +37,8 @@ class Hashing:
 
 def entry_of(stream: IO[bytes]) -> dict[str, Any]:
     """Return what a manifest says of a file: its size and its SHA-256."""
-    digest, size = hashlib.sha256(), 0
-    while block := stream.read(1 << 20):
-        digest.update(block)
-        size += len(block)
-    return {"size": size, "sha256": digest.hexdigest()}
+    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"size": stream.tell(), "sha256": digest}
 
 
 def digest_of(manifest: dict[str, Any]) -> str:
