@@ -35,7 +35,7 @@ class Hashing:
         return {"size": self._size, "sha256": self._digest.hexdigest()}
 
 
-def entry_of(stream: IO[bytes]) -> dict[str, Any]:
+def entry_of(stream: Any) -> dict[str, Any]:
     """Return what a manifest says of a file: its size and its SHA-256."""
     digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return {"size": stream.tell(), "sha256": digest}
