@@ -110,10 +110,7 @@ def published_models(job: Job) -> dict[str, str]:
     """
     versions = {}
     for path in model_paths(job).values():
-        place = path
-        if path.startswith("job:"):
-            other = load(path.removeprefix("job:"))
-            place = other.versions
+        place = load(path.removeprefix("job:")).versions if path.startswith("job:") else path
         if not path.startswith("prepare:") and (version := published_versions.latest(place)):
             versions[path] = version
     return versions
@@ -281,8 +278,7 @@ def write_job_file(job: Job, directory: Path) -> None:
     for name in () if has_stepped(directory) else OF_THE_JOB:
         shutil.rmtree(directory / name, ignore_errors=True)
     _write_plugins(job, directory)
-    text = dump(job)
-    storage.write_text(str(directory / JOB), _sealed(directory, text))
+    storage.write_text(str(directory / JOB), _sealed(directory, dump(job)))
 
 
 def has_stepped(directory: Path) -> bool:
