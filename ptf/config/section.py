@@ -17,7 +17,7 @@ def changeable(default: Any, **limits: Any) -> Any:
 
 
 # what is said of a job that breaks a rule, a line that begins with the key to change → whether the job does
-Rules = dict[str, object]
+Rules = Mapping[str, object]
 MOST = 10**15  # more of anything does not fit into the numbers that count it
 
 

@@ -35,7 +35,7 @@ def latest(root: str) -> str | None:
     """Return the directory or URI of the current version; None where nothing is published. Raises Corrupt if the
     version is not complete."""
     stored = manifest(root)
-    return stored and f"{root}/{stored['version']}"
+    return f"{root}/{stored['version']}" if stored else None
 
 
 def manifest(root: str) -> dict[str, Any] | None:
