@@ -29,11 +29,10 @@ def test_a_rank_of_a_gang_and_a_later_stage_open_the_same_model_with_the_added_t
     assert first.with_weights() == first, "it has weights already"
 
 
-def test_random_weights_are_drawn_once_and_only_adapters_need_them_before_training(tmp_path: Path) -> None:
+def test_random_weights_are_drawn_once(tmp_path: Path) -> None:
     plain, run = StartingModel.of_job(job_of(tmp_path), tmp_path / "run"), tmp_path / "run"
-    assert plain.trained() == plain
     assert not (run / "start").exists()
-    adapted = StartingModel.of_job(job_of(tmp_path, lora={"rank": 2}), run).trained()
+    adapted = StartingModel.of_job(job_of(tmp_path, lora={"rank": 2}), run).with_weights()
     assert (adapted.directory, adapted.section.init) == (run / "start", "pretrained")
     weights = (run / "start" / "model.safetensors").read_bytes()
     assert plain.with_weights().directory == run / "start"

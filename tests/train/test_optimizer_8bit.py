@@ -20,7 +20,7 @@ from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
 from ptf.recipes.sft.recipe import SFT
 from ptf.train import optimizer_8bit
-from ptf.train.optim import ParameterGroup, adamw
+from ptf.train.optim import adamw
 from ptf.train.optimizer_8bit import QuantisedMoments, is_quantised, moment_bytes
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks
@@ -41,7 +41,7 @@ def stepped(parameter: nn.Parameter, gradients: list[torch.Tensor], optimizer: A
 
 
 def ours(parameter: nn.Parameter, config: TrainConfig = CONFIG) -> Any:
-    optimizer = adamw([ParameterGroup(1.0, config.weight_decay, [parameter])], config)
+    optimizer = adamw([{"params": [parameter], "weight_decay": config.weight_decay}], config)
     return QuantisedMoments(optimizer, 1) if config.optimizer == "adamw_8bit" else optimizer
 
 
