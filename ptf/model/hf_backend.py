@@ -46,7 +46,6 @@ from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names, adapters, keyed
 from ptf.model.scalar import Scalar, is_scalar
 from ptf.model.tensor_files import HEADS, TensorFiles, has_weights
-from ptf.storage.hub import first_line
 
 # name of a factor of the logits in config.json → its exponent
 SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}

@@ -27,7 +27,6 @@ from ptf.model.families import MODULES, family_of
 from ptf.model.reference import exact_reference, quiet, random_reference, reference
 from ptf.model.rounding import FACTOR, Double, Margins
 from ptf.model.tensor_files import HEADS, TensorFiles
-from ptf.storage.hub import first_line
 
 LEAST = 1e-6  # what transformers' error counts as at least
 LOGITS, GRADIENTS = 1e-4, 1e-3  # largest errors in fp32 that are judged: of the largest logit, and of a gradient's norm

@@ -19,7 +19,6 @@ from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.reference import quiet, reference
 from ptf.model.rounding import bound_of
-from ptf.storage.hub import first_line
 from ptf.train.export import logprobs_of
 from ptf.train.trainer import forget_forwards
 
