@@ -43,10 +43,11 @@ from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.controller import Controller
 from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.in_flight import InFlight
-from ptf.rl.outcomes import outcome_metrics
 from ptf.rl.response_log import ResponseLog
 from ptf.rl.rewards.by_source import score_groups
+from ptf.rl.rollouts import outcome_metrics
 from ptf.rl.trajectory_state import restored_trajectory, trajectory_state
 from ptf.run import write_job_file
 from ptf.train.batch_sharding import deal
@@ -216,7 +217,7 @@ def flight_of(episodes: int, play: Play, responses: Responses) -> None:
     config = RolloutConfig(
         prompts_per_step=step, group_size=GROUP, max_staleness=1, slice_tokens=256, in_flight=2 * step
     )
-    flight = InFlight(config, 1, prompts.__next__, Engine(Costs(0, 0, 0), responses), play, 600.0)
+    flight = InFlight(config, 1, prompts.__next__, Engine(Costs(0, 0, 0), responses), play, 600.0, FlightLedger(None))
     for number in range(3):
         flight.take_groups(number)
         flight.beside_update(number, lambda: False)

@@ -28,6 +28,7 @@ from benchmarks.pages import table, today, write_page
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.in_flight import InFlight
 
 PAGE = results_page("in_flight.md")
@@ -132,7 +133,9 @@ def measured(
         slice_tokens=slice_tokens,
         in_flight=in_flight,
     )
-    flight = InFlight(clock, update_slices if k else 0, prompts.__next__, engine, player(work), 60.0)
+    flight = InFlight(
+        clock, update_slices if k else 0, prompts.__next__, engine, player(work), 60.0, FlightLedger(None)
+    )
     now = waited = start = busy = places = 0.0
     found: list[int] = []
     for step in range(steps):

@@ -38,8 +38,7 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING
 from ptf.rl.engines.native import NativeEngine, raise_if_other_values
 from ptf.rl.engines.protocol import Request, Sampling, generate_all
 from ptf.rl.forward_passes import sample_logprobs
-from ptf.rl.logprob_guard import LogprobDifference
-from ptf.rl.weights.verification import SyncError, check, manifest_of
+from ptf.rl.weights.verification import LogprobDifference, SyncError, check, manifest_of
 from ptf.train.trainer import load_model
 
 RESULTS = results_page("logprob_guard.md")

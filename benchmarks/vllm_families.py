@@ -176,7 +176,7 @@ def measure(model_type: str, precision: str, place: Path) -> dict[str, Any]:
         found["equals"] = difference(before, wanted[0])
         found["repeats"] = bool(np.array_equal(before, logprobs()))
         for version, (key, which) in enumerate((("same", 0), ("new", 1), ("back", 0)), 1):
-            engine.load_weights(*collect(bridge.hf_tensors(ours[which].model), version, None))
+            engine.load_weights(*collect(bridge.hf_tensors(ours[which].model), version))
             now = logprobs()
             found[key] = difference(now, wanted[which])
             if which == 0:

@@ -246,8 +246,6 @@ def test_a_scripted_engine_ends_each_answer(tmp_path: Path) -> None:
     one, two = tokenizer.encode("1"), tokenizer.encode("2")
     assert [g.sampled_ids.tolist() for g in found] == [[stop], [*one, *two, stop], [*one, stop], [*one, *two]]
     assert [g.finished for g in found] == [True, True, True, False]
-    with pytest.raises(UserError, match="no weights"):
-        engine.load_weights(iter(()), None)  # type: ignore[arg-type]
 
 
 def test_the_last_user_message_is_found_in_what_real_templates_write(shared: Path, tmp_path: Path) -> None:

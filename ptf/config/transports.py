@@ -3,7 +3,7 @@ when `auto` tries it, and what a sync by it moves.
 
 To add one, add a file with its class (a subclass of `Transport`, ptf/rl/weights/transport.py, or of one of those that
 are there), and an entry to `TRANSPORTS`, where `auto` takes the first that is a candidate. If it uses a link that no
-other transport does, add a field to `Rates` (traffic.py). The key's description (sections/rollout.py) says what it is
+other transport does, add its rate to `RATES` (traffic.py). The key's description (sections/rollout.py) says what it is
 for; `make reference` writes its values.
 
 The rules of the configuration, `ptf plan` (traffic.py, online_budget.py) and the controller read this table. It imports
@@ -30,7 +30,7 @@ class TransportFacts:
     """What a transport of weights does, and what a job must have for it."""
 
     code: str  # its class, as module:name
-    # link, a field of `traffic.Rates` → how often all bytes pass over it; `network` counts between machines only
+    # link, a key of `traffic.RATES` → how often all bytes pass over it
     link_crossings: Mapping[str, int]
     # True: engines read while the policy sends. Policy and engines are then in memory together, a sync takes at
     # least as long as its slowest link, and weights cannot be sent again to one engine alone
@@ -78,7 +78,7 @@ def share_a_pool(job: "Job") -> bool:
 
 
 # of transports that store all buckets: from the GPU, digest, into the store; and back
-STORED = {"gather": 1, "host_link": 2, "digest_on_device": 1, "digest_on_host": 1, "network": 1}
+STORED = {"gather": 1, "host_link": 2, "digest_on_device": 1, "digest_on_host": 1}
 # in the order in which `auto` tries them: those that stream; `files`, without a second copy in host memory; the rest
 TRANSPORTS = {
     # through memory that policy and engine share, from each rank of the policy to the engine on its device: two copies
@@ -93,21 +93,21 @@ TRANSPORTS = {
     # by a broadcast from the policy's first rank
     "nccl": TransportFacts(
         code="ptf.rl.weights.nccl:Nccl",
-        link_crossings={"gather": 1, "digest_on_device": 2, "network": 1},
+        link_crossings={"gather": 1, "digest_on_device": 2},
         streams=True,
         rules=nccl_rules,
         only_from_gpus=True,
     ),
     # through files in the run's directory, 256 MiB at a time
     "files": TransportFacts(
-        code="ptf.rl.weights.stored:Files",
+        code="ptf.rl.weights.stored:Stored",
         link_crossings=STORED | {"disk": 2},
         in_files=True,
         only_from_gpus=True,
     ),
     # through host memory, all tensors at once
     "object_store": TransportFacts(
-        code="ptf.rl.weights.stored:ObjectStore",
+        code="ptf.rl.weights.stored:Stored",
         link_crossings=STORED | {"host": 2},
     ),
 }

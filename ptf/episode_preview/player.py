@@ -52,9 +52,6 @@ class TimedEngine:
         self.engine, self.episodes = engine, list[EpisodeTimes]()
         self.calls: dict[int, tuple[int, int]] = {}  # seed of a request → (episode, number of the call)
         self.name, self.in_batches, self.version = engine.name, engine.in_batches, engine.version
-        # the rest of the protocol is the engine's own
-        self.load_weights, self.prompt_logprobs = engine.load_weights, engine.prompt_logprobs
-        self.sleep, self.wake = engine.sleep, engine.wake
 
     def begin(self, seed_of: Callable[[int], int]) -> Callable[[int], int]:
         """Begin the next episode; return the seeds of its calls, which are recorded when they are asked for."""

@@ -25,7 +25,7 @@ from ptf.errors import UserError
 from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.prompts import training_prompts
-from ptf.rl.rollout_role import raise_if_wrong_environments, sampler_spec, training_rewards, trie_of
+from ptf.rl.rollout_role import raise_if_wrong_environments, rewards_of, sampler_spec, trie_of
 from ptf.rl.sampler import Sampler, SamplerSettings
 from ptf.train.model_source import StartingModel
 from ptf.workspace import progress, scratch
@@ -48,7 +48,7 @@ def preview_job(job: Job, episodes: int, policy: str | None) -> Preview:
         )
     chosen = policy_of(settled(job), policy)
     with scratch.directory(Path(job.output) / "try") as place, _sampler(chosen, place) as sampler:
-        rewards = training_rewards(chosen.job)
+        rewards = rewards_of(chosen.job, job.rollout.reward)
         try:
             with progress.stage("try"):
                 return _tried(chosen, Player(chosen.job, sampler, rewards), episodes)

@@ -112,14 +112,14 @@ def measure_on_rank(text: str, directory: str) -> None:
     with joined(compute.device, compute.timeout_s, mesh[0], compute.threads, mesh[1]) as world:
         # for a few passes, without the parts that a run compiles or replaces
         plain = job.train.model_copy(update={"compile": False, "fused": []})
-        model, _ = starting.checkpoint(run / "model").load(world, plain, recipe.head, frozen=True)
+        model = starting.checkpoint(run / "model").load(world, plain, recipe.head, frozen=True)
         unadapted = replace(starting, section=without_adapters(starting.section))
         beside = load_frozen_models(recipe.frozen_models, job, unadapted, model, world)
         losses = run / gate.LOSSES if gate.needs_losses(job) else None
         metrics = measure_sequences(model, recipe, sets, job, world, beside, losses)
         if job.publish.measures_start:
             start = starting.checkpoint(world.together(starting.with_weights).directory)
-            before, losses = start.load(world, plain, recipe.head, frozen=True)[0], losses and losses / "start"
+            before, losses = start.load(world, plain, recipe.head, frozen=True), losses and losses / "start"
             of_start = measure_sequences(before, recipe, sets, job, world, beside, losses)
             metrics |= {START + name: value for name, value in of_start.items()}
         metrics |= _length_baselines(sets)

@@ -64,11 +64,8 @@ class Catalogue:
                 items.append(None)  # the prefix is not an item; this token may begin the next one
                 prefix = ""
             prefix += token
-            if item := self.by_text.get(prefix):
-                items.append(item)
-                prefix = ""
-            elif prefix not in self._beginnings:
-                items.append(None)
+            if prefix in self.by_text or prefix not in self._beginnings:
+                items.append(self.by_text.get(prefix))
                 prefix = ""
         return [*items, None] if prefix else items
 

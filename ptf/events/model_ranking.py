@@ -44,15 +44,12 @@ class Ranker:
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
-            yield from zip(batch, self._scores([prompts[i].tokens for i in batch]), strict=True)
-
-    def _scores(self, contexts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the scores of a batch of contexts, [contexts, items]."""
-        scores = np.full((len(contexts), int((self.item_of >= 0).sum())), -np.inf)
-        for owner, states, level_scores in self.engine.levels(contexts, self.trie, self.beam):
-            ended = self.item_of[states] >= 0
-            scores[owner[ended], self.item_of[states[ended]]] = level_scores[ended]
-        return scores
+            contexts = [prompts[i].tokens for i in batch]
+            scores = np.full((len(contexts), int((self.item_of >= 0).sum())), -np.inf)
+            for owner, states, level_scores in self.engine.levels(contexts, self.trie, self.beam):
+                ended = self.item_of[states] >= 0
+                scores[owner[ended], self.item_of[states[ended]]] = level_scores[ended]
+            yield from zip(batch, scores, strict=True)
 
 
 def top(scores: np.ndarray, k: int) -> list[int]:

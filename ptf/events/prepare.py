@@ -116,7 +116,9 @@ def prepare(
     item_tokens = _item_tokens(root, ids, vectors, seed)
     tokenizer = _write_tokens(root, facts, item_tokens, base, GAPS if gaps else 1, window, model, width, seed)
     if ids == "items" and base is None:
-        _write_item_rows(root, item_tokens, tokenizer, width, seed)
+        token_ids = np.array([id_ for (id_,) in tokenizer.encode_all(item_tokens.texts)], np.int64)
+        rows = rotate_to_width(item_tokens.rows, width, seed)
+        save_file({"ids": token_ids, "rows": rows}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
     np.save(root / "vectors.npy", vectors.astype(np.float32))
     serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, opening)
@@ -197,12 +199,6 @@ def _write_tokens(
     return tokenizer
 
 
-def _write_item_rows(root: Path, item_tokens: _ItemTokens, tokenizer: Tokenizer, width: int, seed: int) -> None:
-    """Write the ids of the items and the rows of the embedding that they start from, at the model's width."""
-    token_ids = np.array([id_ for (id_,) in tokenizer.encode_all(item_tokens.texts)], np.int64)
-    save_file({"ids": token_ids, "rows": rotate_to_width(item_tokens.rows, width, seed)}, root / "items.safetensors")
-
-
 def _write_catalogue(
     root: Path, facts: Mapping[str, Item], item_tokens: _ItemTokens, trained: Sequence[History], tokenizer: Tokenizer
 ) -> list[Item]:
@@ -224,8 +220,8 @@ def _write_histories(
     held_out: Mapping[str, Split],
     prompts: int,
     chat_seed: int | None,
-) -> int:
-    """Write the rows to train on, to continue and to evaluate; return the number of rows to train on.
+) -> bool:
+    """Write the rows to train on, to continue and to evaluate; return whether there are rows to train on.
 
     With `chat_seed`, which seeds the order of items inside a basket, the rows are chats.
     """
@@ -237,15 +233,15 @@ def _write_histories(
     ]
     write_lines(root / "train_prompts.jsonl", (serializer.prompt(user, s) for user, s in earlier))
     if chat_seed is None:
-        count = write_lines(
+        has_rows = write_lines(
             root / "train.jsonl", (row for s in splits.values() for row in serializer.windows(s.before))
         )
         write_lines(root / "held_out_loss.jsonl", (serializer.held_out_row(s) for s in held_out.values()))
     else:
         rng = np.random.default_rng(chat_seed)
-        count = write_lines(root / "train.jsonl", (serializer.chat(s, rng) for _, s in earlier))
+        has_rows = write_lines(root / "train.jsonl", (serializer.chat(s, rng) for _, s in earlier))
         write_lines(root / "held_out_loss.jsonl", (serializer.chat(s, rng) for s in held_out.values()))
-    return count
+    return has_rows
 
 
 def catalogue_rows(path: str, columns: Mapping[str, str]) -> dict[str, Item]:
@@ -278,14 +274,11 @@ def catalogue_rows(path: str, columns: Mapping[str, str]) -> dict[str, Item]:
     return facts
 
 
-def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as jsonl and return their number."""
-    count = 0
+def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Write rows as jsonl; return whether there are any."""
     with open(path, "w") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-            count += 1
-    return count
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+        return file.tell() > 0
 
 
 def write_model(directory: Path, tokenizer: Any, window: int, sizes: Mapping[str, Any]) -> None:

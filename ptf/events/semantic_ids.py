@@ -62,11 +62,8 @@ class SemanticIds:
         """
         rest, codes = vectors.astype(np.float64), []
         for centres in self.centres:
-            nearest = (
-                ((rest[:, None] - centres[None]) ** 2).sum(-1).argmin(1)
-                if len(rest) * centres.size < 1e8
-                else _nearest(rest, centres)
-            )
+            # of |r - c|², without |r|² and without a table of all differences
+            nearest = ((centres**2).sum(1) - 2 * rest @ centres.T).argmin(1)
             codes.append(nearest)
             rest = rest - centres[nearest]
         return np.stack(codes, 1)
@@ -125,8 +122,3 @@ class SemanticIds:
             ]
             taken = {tuple(int(code) for code in row[:-1]): int(row[-1]) for row in stored["taken"]}
             return SemanticIds(centres, int(stored["last"]), taken)
-
-
-def _nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Return the nearest centres as `codes` does, without a table of all differences."""
-    return ((centres**2).sum(1)[None] - 2 * points @ centres.T).argmin(1)

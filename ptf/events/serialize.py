@@ -96,17 +96,13 @@ class HistorySerializer:
 
     def prompt(self, user: str, s: Split) -> dict[str, Any]:
         """Return a prompt row: the history, the baskets that followed (`future`), and their tokens (`told`)."""
-
-        def text(baskets: Sequence[SerializedBasket]) -> str:
-            return "".join("".join(basket.items) + basket.gap for basket in baskets)
-
         later = self.serialize((*s.before, *s.future))[len(s.before) :]
         return {
-            "messages": [{"role": "user", "content": START + text(self._newest(s.before))}],
+            "messages": [{"role": "user", "content": START + _text(self._newest(s.before))}],
             "user": user,
             "history": sorted({item for basket in s.before for item in basket.items}),
             "future": [list(basket.items) for basket in s.future],
-            "told": [text([basket]) for basket in later],
+            "told": [_text([basket]) for basket in later],
         }
 
     def chat(self, s: Split, rng: np.random.Generator) -> dict[str, Any]:
@@ -114,8 +110,12 @@ class HistorySerializer:
         response."""
         (basket,) = self.serialize(s.future[:1])
         answer = "".join(basket.items[i] for i in rng.permutation(len(basket.items)))
-        history = START + "".join("".join(b.items) + b.gap for b in self._newest(s.before))
-        return {"messages": [{"role": "user", "content": history}, {"role": "assistant", "content": answer}]}
+        return {
+            "messages": [
+                {"role": "user", "content": START + _text(self._newest(s.before))},
+                {"role": "assistant", "content": answer},
+            ]
+        }
 
     def held_out_row(self, s: Split) -> dict[str, Any]:
         """Return a row with the history as context, followed by the held-out basket."""
@@ -146,3 +146,7 @@ class HistorySerializer:
     def _tokens(self, basket: SerializedBasket) -> int:
         """Return the number of tokens of a basket, including its gap token."""
         return len(basket.items) * self.size + 1
+
+
+def _text(baskets: Sequence[SerializedBasket]) -> str:
+    return "".join("".join(basket.items) + basket.gap for basket in baskets)

@@ -18,7 +18,6 @@ from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, play_episode
 from ptf.rl.flight_ledger import LEDGER_FILE, FlightLedger
-from ptf.rl.flight_state import restore, state_of
 from ptf.rl.in_flight import Ask, InFlight
 from ptf.rl.online_job import OnlineJob
 from ptf.rl.policy.policy import Limits
@@ -46,8 +45,15 @@ class AsynchronousRollouts(Rollouts):
         self.version = 0  # of the engines' weights
         ledger = FlightLedger(online.run / LEDGER_FILE, lease)
         slices = int(self.beside) if self.config.update_slices is None else self.config.update_slices
-        timeout_s = online.job.compute.timeout_s
-        self.flight = InFlight(self.config, slices, online.prompts.__next__, self._serve, self._play, timeout_s, ledger)
+        self.flight = InFlight(
+            self.config,
+            slices,
+            online.prompts.__next__,
+            self._serve,
+            self._play,
+            online.job.compute.timeout_s,
+            ledger,
+        )
 
     @contextlib.contextmanager
     def step(self, version: int) -> Iterator[tuple[list[Group], dict[str, float]]]:
@@ -61,7 +67,7 @@ class AsynchronousRollouts(Rollouts):
             with GroupScoring(self.rewards) as scoring:
                 groups = self.finish(scoring, [group.trajectories for group in taken])
             groups = [tuple(map(mark_without_result, group)) for group in groups]
-            metrics = self.metrics(groups, version)
+            metrics = self.metrics(groups, version, self.functions.take_retries())
             yield groups, metrics
         metrics["staleness_max"] = float(max(version - group.admitted for group in taken))
         metrics |= self.flight.take_metrics() | waits
@@ -93,10 +99,6 @@ class AsynchronousRollouts(Rollouts):
         if seconds := self.flight.slice_seconds:
             waits["update_slices_suggested"] = (done - began) / seconds
 
-    def take_environment_retries(self) -> float:
-        """See Rollouts.take_environment_retries."""
-        return float(self.functions.take_retries())
-
     def responses(self) -> list[np.ndarray]:
         """See Rollouts.responses. They are of the oldest that have begun, at most `NUM_COMPARED_RESPONSES`."""
         parts = (member.begun for group in self.flight.groups for member in group.members)
@@ -107,7 +109,7 @@ class AsynchronousRollouts(Rollouts):
 
     def state(self) -> dict[str, Any]:
         """See Rollouts.state."""
-        return {"in_flight": {**state_of(self.flight), "update_slices": self.flight.update_slices}}
+        return {"in_flight": {**self.flight.state_dict(), "update_slices": self.flight.update_slices}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See Rollouts.restore. Raises UserError if it had another `rollout.update_slices`."""
@@ -123,8 +125,8 @@ class AsynchronousRollouts(Rollouts):
                 f"the checkpoint's run sampled {before} slices beside an update, and this one would sample {now} "
                 f"(the default depends on compute.pools); {advice}"
             )
-        restore(flight, state)
-        if wall and flight.slice and flight.ledger.ended(flight.slice - 1) is None:
+        flight.load_state_dict(state)
+        if wall and flight.slice and flight.slice - 1 not in flight.ledger.ends:
             raise UserError(
                 f"{flight.ledger.path} does not reach the checkpoint (slice {flight.slice}): the file was "
                 "lost or damaged; restore it, or begin a run with another name"
@@ -155,8 +157,7 @@ class AsynchronousRollouts(Rollouts):
         job, tokenizer, config = self.online.job, self.online.tokenizer, self.config
         limits = Limits(Sampling(config.max_new_tokens, config.temperature, tokenizer.stop_ids), job.data.seq_len)
         seeds = partial(seed_of, job.seed, f"step {admitted}", prompt.index, i)
-        episode = Episode(prompt, limits, tokenizer, seeds, self.functions.of(prompt.source))
-        return play_episode(episode, ask, admitted)
+        return play_episode(Episode(prompt, limits, tokenizer, seeds, self.functions.of(prompt.source)), ask, admitted)
 
     def _serve(self, batches: list[list[Request]]) -> list[list[Generation]]:
         return self.rollout.call("sample_parts", batches, self.version)

@@ -3,10 +3,10 @@ of them uses a pool's devices.
 
 Markers determine how a method's arguments are dispatched. `@split_over_workers` splits the first argument (a list)
 over the workers and joins the results in order. `@broadcast` calls every worker with the same arguments and returns
-rank 0's result, `@summed_broadcast` the sum of all results. `@replayed_broadcast` is a broadcast that is repeated to a
-worker that replaces a lost one; `@unreplayable_broadcast` is one that cannot be repeated. The same role class runs in
-this process (`LocalCluster`) or on Ray (`VerlCluster`) without a change. Roles of one pool take turns on its devices;
-pools are independent.
+rank 0's result, `@summed_broadcast` the sum of all results, and `@largest_broadcast` the largest. `@replayed_broadcast`
+is a broadcast that is repeated to a worker that replaces a lost one; `@unreplayable_broadcast` is one that cannot be
+repeated. The same role class runs in this process (`LocalCluster`) or on Ray (`VerlCluster`) without a change. Roles of
+one pool take turns on its devices; pools are independent.
 """
 
 import contextlib
@@ -24,6 +24,23 @@ from ptf.workspace import progress
 F = TypeVar("F", bound=Callable)
 
 
+def _marker(dispatch: str, **attributes: Any) -> Callable[[F], F]:
+    """Return a decorator that marks how a group calls a method."""
+
+    def mark(method: F) -> F:
+        vars(method).update(dispatch=dispatch, **attributes)
+        return method
+
+    return mark
+
+
+broadcast = _marker("broadcast")  # every worker with the same arguments; rank 0's result
+summed_broadcast = _marker("summed_broadcast")  # the same; the sum of their results
+largest_broadcast = _marker("largest_broadcast")  # the same; the largest of their results
+replayed_broadcast = _marker("replayed_broadcast")  # repeated to a replica that takes the place of a lost one
+unreplayable_broadcast = _marker("unreplayable_broadcast")  # a replica that dies afterwards cannot be replaced
+
+
 def split_over_workers(
     method: Callable | None = None, *, cost: Callable[[Any], float] = lambda item: 1.0, queued: bool = False
 ) -> Any:
@@ -34,43 +51,15 @@ def split_over_workers(
     generator of lists of (index in its list, result), in any order: results that arrived before a replica was lost are
     not computed again.
     """
-
-    def mark(method: F) -> F:
-        return _marked(method, dispatch="split", cost=cost, queued=queued)
-
+    mark = _marker("split", cost=cost, queued=queued)
     return mark(method) if method else mark
-
-
-def broadcast(method: F) -> F:
-    """Call every worker with the same arguments and return rank 0's result."""
-    return _marked(method, dispatch="broadcast")
-
-
-def summed_broadcast(method: F) -> F:
-    """Call every worker with the same arguments and return the sum of their results."""
-    return _marked(method, dispatch="summed_broadcast")
-
-
-def replayed_broadcast(method: F) -> F:
-    """Broadcast, and repeat the last such call to a replica that takes the place of a lost one."""
-    return _marked(method, dispatch="replayed_broadcast")
-
-
-def unreplayable_broadcast(method: F) -> F:
-    """Broadcast that cannot be replayed; a replica that dies afterwards cannot be replaced."""
-    return _marked(method, dispatch="unreplayable_broadcast")
-
-
-def _marked(method: F, **attributes: Any) -> F:
-    """Return a method with attributes that determine how a group calls it."""
-    for name, value in attributes.items():
-        setattr(method, name, value)
-    return method
 
 
 def joined_results(dispatch: str, results: Sequence[Any]) -> Any:
     """Return what a broadcast with this marker returns, of the results of all workers."""
-    return sum(results) if dispatch == "summed_broadcast" else results[0]
+    if dispatch == "summed_broadcast":
+        return sum(results)
+    return max(results) if dispatch == "largest_broadcast" else results[0]
 
 
 OnResult = Callable[[int, Any], None]  # takes the index of an item, and its result
@@ -167,14 +156,6 @@ class RoleGroup(Protocol):
         """
         ...
 
-    def memory(self) -> list[float]:
-        """Return Role.peak_memory_gib of each worker."""
-        ...
-
-    def where(self) -> list[str]:
-        """Return one description for each worker, for the log: process id and actor id."""
-        ...
-
 
 @dataclass
 class PhaseRecord:
@@ -237,7 +218,7 @@ class Cluster(ABC):
         if group is None or not self.offloads(pool):
             return {}
         group.call("offload")
-        return {group.spec.name: max(group.memory())}
+        return {group.spec.name: group.call("peak_memory_gib")}
 
     @contextlib.contextmanager
     def phase(self, group: Any, name: str) -> Iterator[None]:
@@ -256,10 +237,10 @@ class Cluster(ABC):
             with progress.phase(name):
                 yield
         finally:
-            spent = time.perf_counter() - start
-            record = PhaseRecord(name, group.spec.name, pool.name, group.spec.workers, spent, 0.0, start, offloaded)
+            seconds = time.perf_counter() - start
+            record = PhaseRecord(name, group.spec.name, pool.name, group.spec.workers, seconds, 0.0, start, offloaded)
             self.table.append(record)
-        record.gib = max(group.memory())
+        record.gib = group.call("peak_memory_gib")
 
     @contextlib.contextmanager
     def together(self, first: Any, second: Any, name: str) -> Iterator[None]:
@@ -311,14 +292,6 @@ class LocalRoleGroup:
     def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """See RoleGroup.call."""
         return in_order(getattr(self.role, method)(*args), on_result)
-
-    def memory(self) -> list[float]:
-        """See RoleGroup.memory."""
-        return [self.role.peak_memory_gib()]
-
-    def where(self) -> list[str]:
-        """See RoleGroup.where."""
-        return ["in this process"]
 
     def close(self) -> None:
         """End the processes that the role has started; most roles start none."""

@@ -23,7 +23,6 @@ from ptf.data.trajectory import Group, Prompt, Trajectory, last_sample_of, sampl
 from ptf.errors import Lost, Stopped, UserError
 from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
-from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.online_job import OnlineJob
 from ptf.rl.online_saver import CONTROLLER_FILE, OnlineSaver
 from ptf.rl.response_log import ResponseLog
@@ -32,7 +31,7 @@ from ptf.rl.rollout_role import evaluation_rewards
 from ptf.rl.rollouts import SynchronousRollouts
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.transport import transport_of
-from ptf.rl.weights.verification import SyncError
+from ptf.rl.weights.verification import LogprobDifference, SyncError
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
 MOST_SKIPPED = 10  # steps in a row that train nothing, before the run ends
@@ -315,11 +314,9 @@ class Controller:
         provenance.raise_if_different(
             manifest["made_with"], self.made_with, path, self.job.checkpoint.accept_version_changes, tell=True
         )
-        with self.cluster.phase(self.policy, "load"):
-            self.policy.call("load", path)
-        if self.critic:
-            with self.cluster.phase(self.critic, "load"):
-                self.critic.call("load", f"{path}/{CRITIC}")
+        for directory, role in self.saver.roles.items():
+            with self.cluster.phase(role, "load"):
+                role.call("load", f"{path}/{directory}".rstrip("/"))
         state = checkpoint.load_host(f"{path}/{CONTROLLER_FILE}")
         self.online.tokenizer.raise_if_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])

@@ -16,8 +16,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Trajectory
 from ptf.errors import UserError, full_text
 from ptf.rl.engines.generation_checks import answered, streamed
-from ptf.rl.engines.protocol import Progress, Request, RolloutEngine, StreamingEngine
-from ptf.rl.lockstep_batches import LockstepBatches
+from ptf.rl.engines.protocol import GeneratingEngine, Request, StreamingEngine
 from ptf.rl.policy.calls import Context
 from ptf.rl.policy.policy import Generate, Limits, Policy, Stream
 
@@ -42,8 +41,54 @@ class Episode:
     timeout_s: float | None = None
 
 
+class LockstepBatches:
+    """Holds the requests of `live` episodes until all of them wait, then submits them as one batch.
+
+    So the batches of an engine that answers in batches, and with them all bits, depend only on the episodes and not on
+    the speed of their environments.
+    """
+
+    def __init__(self, engine: GeneratingEngine, live: int) -> None:
+        self.engine, self.live = engine, live
+        self.waiting: list[tuple[int, asyncio.Future[None]]] = []  # the episode of each request, and its turn
+        self.running = 0  # requests of the batch that the engine answers
+        self.scheduled = False
+
+    async def generate(self, episode: int, request: Request) -> Generation:
+        """Return the response to a request of an episode."""
+        turn = asyncio.get_running_loop().create_future()
+        self.waiting.append((episode, turn))
+        self._schedule()
+        try:
+            await turn
+            return await self.engine.generate(request)
+        finally:
+            self.running -= not turn.cancelled()  # if it is, the request was in no batch
+            self._schedule()
+
+    def end(self) -> None:
+        """Note that an episode has ended: no batch waits for it."""
+        self.live -= 1
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self.scheduled:  # not at once: an episode may make several requests together
+            self.scheduled = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self.scheduled = False
+        self.waiting = [(episode, turn) for episode, turn in self.waiting if not turn.cancelled()]
+        if not self.running and self.waiting and len({episode for episode, _ in self.waiting}) >= self.live:
+            # of one episode, in the order of its requests
+            batch, self.waiting = sorted(self.waiting, key=lambda one: one[0]), []
+            self.running = len(batch)
+            for _, turn in batch:
+                turn.set_result(None)
+
+
 async def run_episodes(
-    engine: RolloutEngine, episodes: Sequence[Episode]
+    engine: GeneratingEngine, episodes: Sequence[Episode]
 ) -> AsyncGenerator[list[tuple[int, Trajectory]]]:
     """Yield (index, trajectory) of each episode as soon as it ends, in lists of those that have ended since the last.
 
@@ -77,28 +122,23 @@ async def run_episodes(
             await asyncio.gather(*tasks, return_exceptions=True)  # they end what they have started
 
 
-async def run_all(engine: RolloutEngine, episodes: Sequence[Episode]) -> list[Trajectory]:
+async def run_all(engine: GeneratingEngine, episodes: Sequence[Episode]) -> list[Trajectory]:
     """Run all episodes to their ends; return their trajectories in order."""
     trajectories = dict([one async for ended in run_episodes(engine, episodes) for one in ended])
     return [trajectories[i] for i in range(len(episodes))]
 
 
 async def _run_one(
-    engine: RolloutEngine, lockstep: LockstepBatches | None, number: int, episode: Episode
+    engine: GeneratingEngine, lockstep: LockstepBatches | None, number: int, episode: Episode
 ) -> tuple[int, Trajectory]:
     """Play one episode. Raises what the engine raised, and UserError if it refuses the requests."""
-
-    async def generate(request: Request) -> Generation:
-        ask = engine.generate if lockstep is None else partial(lockstep.generate, number)
-        return await answered(engine, request, episode.limits.vocabulary, ask)
-
-    def stream(request: Request) -> AsyncGenerator[Progress]:
-        assert isinstance(engine, StreamingEngine)
-        return streamed(engine, request, episode.limits.vocabulary)
-
-    streams = lockstep is None and isinstance(engine, StreamingEngine)
+    vocabulary, stream = episode.limits.vocabulary, None
+    ask = engine.generate if lockstep is None else partial(lockstep.generate, number)
+    if lockstep is None and isinstance(engine, StreamingEngine):
+        stream = partial(streamed, engine, vocabulary=vocabulary)
     try:
-        return number, await play_episode(episode, generate, engine.version, stream if streams else None)
+        generate = partial(answered, engine, vocabulary=vocabulary, ask=ask)
+        return number, await play_episode(episode, generate, engine.version, stream)
     finally:
         if lockstep is not None:
             lockstep.end()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ptf.compute.lease import UNSHARED, Lease
 from ptf.data.trajectory import Prompt, Trajectory
 from ptf.errors import UserError
-from ptf.rl.trajectory_state import trajectory_from_json, trajectory_to_json
+from ptf.rl.trajectory_state import array_from_json, array_to_json, restored_trajectory, trajectory_state
 
 LEDGER_FILE = "flight.jsonl"
 EpisodeId = tuple[int, int]  # the number of a group and of an episode in it
@@ -34,13 +34,15 @@ class FlightLedger:
         self.path, self.lease = path, lease
         self.updates: set[tuple[int, int]] = set()  # the slice before which an update ended, and its version
         self.slices: dict[int, dict[str, Any]] = {}
-        self.ends: dict[int, frozenset[EpisodeId]] = {}
-        self.no_results: dict[EpisodeId, tuple[int, Any]] = {}  # responses, and the trajectory as JSON has it
+        self.ends: dict[int, frozenset[EpisodeId]] = {}  # slice → the episodes that ended by its end
+        self.no_results: dict[EpisodeId, tuple[int, Any]] = {}  # responses, and the trajectory as values
         if path is not None and path.exists():
-            _end_at_a_line(path)
-            for number, line in enumerate(path.read_text().splitlines(), 1):
+            data = path.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]  # without a last line that was cut off
+            os.truncate(path, len(whole))
+            for number, line in enumerate(whole.splitlines(), 1):
                 try:
-                    self._read(json.loads(line))
+                    self._read(json.loads(line, object_hook=array_from_json))
                 except (ValueError, KeyError, TypeError) as error:
                     raise UserError(f"{path}: line {number} is damaged; restore the file") from error
 
@@ -56,10 +58,6 @@ class FlightLedger:
             )
         return frozenset(map(tuple, known["computed"]))
 
-    def ended(self, slice_number: int) -> frozenset[EpisodeId] | None:
-        """Return the episodes that ended by the end of a slice; None if it is not known."""
-        return self.ends.get(slice_number)
-
     def is_beside_update(self, slice_number: int, version: int) -> bool | None:
         """Return whether a slice ran beside the update of the weights of `version`; None if it is not known."""
         if (slice_number, version) in self.updates:
@@ -73,7 +71,7 @@ class FlightLedger:
         if known is None:
             return None
         responses, trajectory = known
-        return Decided(responses, trajectory_from_json(trajectory, prompt))
+        return Decided(responses, restored_trajectory(trajectory, prompt))
 
     def write_computed(
         self, slice_number: int, version: int, beside_update: bool, episodes: Iterable[EpisodeId]
@@ -92,15 +90,13 @@ class FlightLedger:
 
     def write_no_result(self, group: int, number: int, responses: int, trajectory: Trajectory) -> None:
         """Write that an episode has no result, after this many responses."""
-        self._write(
-            {"no_result": [group, number], "responses": responses, "trajectory": trajectory_to_json(trajectory)}
-        )
+        self._write({"no_result": [group, number], "responses": responses, "trajectory": trajectory_state(trajectory)})
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.path is None:
             return
         with self.lease.commit(local=True), self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line, default=array_to_json) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -113,11 +109,3 @@ class FlightLedger:
             self.ends[line["slice"]] = frozenset(map(tuple, line["ended"]))
         else:
             self.slices[line["slice"]] = line
-
-
-def _end_at_a_line(path: Path) -> None:
-    """Remove a last line that was cut off."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)

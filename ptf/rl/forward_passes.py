@@ -4,6 +4,7 @@ Every rank has its own samples, but all ranks make the same number of passes, be
 model is a collective.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -62,26 +63,22 @@ def per_token(
     model: Decoder,
     samples: Sequence[Sample],
     world: World,
-    head_fn: Callable[[Tensor, Any, Batch], Tensor],
+    head_fn: Callable[[Batch, Tensor, Any], Tensor],
     *,
     seq_len: int,
     micro_batch_sequences: int,
 ) -> list[np.ndarray]:
     """Return the values of `head_fn` for each sample, [n] each, aligned with the sample's tokens.
 
-    `head_fn` is a function of hidden states, head and batch; its result, [B, T], is aligned with the targets.
+    `head_fn` is a function of batch, hidden states and head; its result, [B, T], is aligned with the targets.
     """
     out: list[np.ndarray] = [np.zeros(len(s), np.float32) for s in samples]
     for sequences, batch in packed_batches(
         samples, world, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences, pack=packer_of(model)
     ):
-
-        def of_batch(x: Tensor, head: Any, batch: Batch = batch) -> Tensor:
-            return head_fn(x, head, batch)
-
-        found = model(batch.tokens, batch.positions, batch.segments, of_batch, varlen=batch.varlen)
-        values = found.cpu().numpy()  # [B, T]
-        for sequence, line in zip(sequences, values, strict=False):
+        of_batch = functools.partial(head_fn, batch)
+        found = model(batch.tokens, batch.positions, batch.segments, of_batch, varlen=batch.varlen)  # [B, T]
+        for sequence, line in zip(sequences, found.cpu().numpy(), strict=False):
             at = 0
             for sample in itertools.chain.from_iterable(sequence):
                 out[int(sample.source)][sample.prefix_length + 1 :] = line[at : at + len(sample) - 1]
@@ -125,7 +122,7 @@ def sample_logprobs(
     Each is [n], aligned with the sample's tokens, and 0 for tokens that are not trained.
     """
 
-    def logprobs(x, head, batch):
+    def logprobs(batch, x, head):
         return token_logprobs(x, head, **sampled_from(batch, processing)).logprobs
 
     return per_token(model, samples, world, logprobs, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences)

@@ -15,7 +15,7 @@ The bits of log-probs depend on the batch in which a response is computed. Respo
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,18 +52,17 @@ class InFlight:
         serve: Serve,
         play: PlayMember,
         timeout_s: float,
-        ledger: FlightLedger | None = None,
+        ledger: FlightLedger,
     ) -> None:
         self.config, self.update_slices, self.next_prompt = config, update_slices, next_prompt
-        self.serve, self.play, self.timeout_s = serve, play, timeout_s
+        self.serve, self.play, self.timeout_s, self.ledger = serve, play, timeout_s, ledger
         # most groups that are admitted and not taken
         self.most = config.in_flight or config.prompts_per_step * (2 + config.max_staleness) // 2
-        self.ledger = ledger or FlightLedger(None)
         self.clock = WallClock(self.ledger) if config.clock == "wall" else VirtualClock(update_slices)
         self.groups: list[InFlightGroup] = []
         self.slice = 0  # the number of the next one
         self.admissions = self.next_step = 0
-        self.loop = EventLoop(own_thread=True)  # slices run in two threads, and episodes in one
+        self.loop = EventLoop()
         self.abandoned = False  # True: the update has failed, and no further slice begins beside it
         self.changed = asyncio.Event()  # an episode has asked the policy, or ended
         # since the metrics were taken: tokens, places for them, slices, seconds of waiting for an environment and of
@@ -99,6 +98,20 @@ class InFlight:
             for member in group.members:
                 if member.task is not None and member.task.done() and not member.task.cancelled():
                     member.task.exception()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state between two slices."""
+        return {
+            "slice": self.slice,
+            "admissions": self.admissions,
+            "next_step": self.next_step,
+            "groups": [group.state() for group in self.groups],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned."""
+        self.slice, self.admissions, self.next_step = state["slice"], state["admissions"], state["next_step"]
+        self.groups = [InFlightGroup.restored(group) for group in state["groups"]]
 
     def take_groups(self, step: int) -> list[InFlightGroup]:
         """Take the groups that are trained in a step, after as many slices as they need; new prompts are admitted.

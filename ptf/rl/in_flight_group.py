@@ -1,12 +1,27 @@
-"""A group of episodes that are in flight, with the responses that each of them got and the one that it waits for."""
+"""A group of episodes that are in flight, with the responses that each of them got and the one that it waits for.
+
+A checkpoint has them as values (dicts, lists, numbers, texts and arrays). An episode is stored as the whole responses
+to its requests, and the parts of those that are generated. When the run is continued, it is played again from its start
+with these responses. One that has ended is stored as it is.
+"""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.rl.engines.protocol import Request
+from ptf.rl.trajectory_state import (
+    generations_state,
+    restored_generations,
+    restored_trajectory,
+    shared_length,
+    trajectory_state,
+    whole_context,
+)
 
 
 @dataclass(eq=False)
@@ -65,6 +80,29 @@ class Member:
         """Return whether the episode has neither ended nor asked the policy."""
         return self.trajectory is None and self.pending is None
 
+    def state(self) -> dict[str, Any]:
+        """Return the episode as values."""
+        if self.trajectory is not None:
+            return {"ended": trajectory_state(self.trajectory), "due": self.due, "counts": self.end_counts}
+        started, last = dict[str, Any](self.begun), self.responses[-1] if self.responses else None
+        if started:
+            started["shared"] = shared_length(started["context"], last)
+            started["context"] = started["context"][started["shared"] :]
+        return {"responses": generations_state(self.responses), "started": started, "due": self.due}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], prompt: Prompt) -> "Member":
+        """Return the episode that `state` was called of."""
+        if "ended" in state:
+            return cls(
+                trajectory=restored_trajectory(state["ended"], prompt), due=state["due"], end_counts=state["counts"]
+            )
+        responses, started = list(restored_generations(state["responses"])), dict(state["started"])
+        if started:
+            last = responses[-1] if responses else None
+            started["context"] = whole_context(started["context"], started.pop("shared"), last)
+        return cls(responses=responses, started=started, due=state["due"])
+
 
 @dataclass(eq=False)
 class InFlightGroup:
@@ -85,3 +123,21 @@ class InFlightGroup:
     def trajectories(self) -> Group:
         """Return its episodes, all of which have ended."""
         return tuple(member.trajectory for member in self.members if member.trajectory is not None)
+
+    def state(self) -> dict[str, Any]:
+        """Return the group as values."""
+        prompt = self.prompt
+        return {
+            "number": self.number,
+            "admitted": self.admitted,
+            "ended": self.ended,
+            "prompt": {field.name: getattr(prompt, field.name) for field in fields(prompt)} | {"row": dict(prompt.row)},
+            "members": [member.state() for member in self.members],
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "InFlightGroup":
+        """Return the group that `state` was called of."""
+        prompt = Prompt(**state["prompt"])
+        members = [Member.restored(member, prompt) for member in state["members"]]
+        return cls(state["number"], prompt, state["admitted"], members, state["ended"])

@@ -26,8 +26,9 @@ def job_cluster(job: Job, run: Path, pools: Sequence[Pool], local: bool = False)
         for directory in temporary:
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
         if local or compute.launcher == "local":
-            threads = compute.threads or default_threads(1)
-            world = stack.enter_context(joined(compute.device, compute.timeout_s, threads=threads))
+            world = stack.enter_context(
+                joined(compute.device, compute.timeout_s, threads=compute.threads or default_threads(1))
+            )
             cluster = LocalCluster(world, pools)
         elif compute.launcher == "ray":
             from ptf.compute.ray_session import ray_session

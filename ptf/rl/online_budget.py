@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ptf.config import Job
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.transports import TRANSPORTS, resolve_transport, with_lora_sync
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -94,28 +95,27 @@ def online_budget(
 
     Raises UserError for an unknown GPU, a model that cannot be sharded as the job says, or an engine of the user's own.
     """
-    assert job.rollout is not None
     job = with_lora_sync(job, gpu=True, experts=bridge.decoder_config(directory).moe is not None)
-    assert job.rollout is not None
+    rollout = job.rollout
+    assert rollout is not None
     recipe, room = registry.build(job), room_gib * GIB
     update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=recipe, beside={})
-    engine = _engine(job, directory, room)
+    engine = _engine(job, rollout, directory, room)
     transport = resolve_transport(job, gpu=True)
-    roles = {"policy": _policy(job, recipe, update, gpus), **_frozen(job, directory, recipe, gpus)}
+    roles = {"policy": _policy(job, recipe, update, gpus), **_frozen(job, rollout, directory, recipe, gpus)}
     trained = [update]
     if recipe.critic is not None:
         trained.append(budget(job, directory, gpus, room_gib=room_gib, gpu=gpu, recipe=recipe.critic, beside={}))
         roles["critic"] = _trained(trained[1], gpus, "update critic", "values")
     roles["rollout"] = engine.memory
-    sent = update.trained if job.rollout.lora_sync == "adapter" else update.parameters
+    sent = update.trained if rollout.lora_sync == "adapter" else update.parameters
     shared = pools_of(job.compute.pools, {role: memory.workers for role, memory in roles.items()})
     pools = [_pool(pool, roles, engine, transport) for pool in shared]
-    host = max(_offloaded(job, pool, roles, engine) for pool in shared)
+    host = max(_offloaded(rollout, pool, roles, engine) for pool in shared)
     sync = sync_traffic(sent, job.train.precision, transport)
     problems = tuple(_problems(pools, engine, room, job))
     host += sum(of.host for of in trained) + sync.host
-    copied = sum(of.copied for of in trained)
-    return OnlineBudget(pools, update, engine, transport, sync, host, copied, room, problems)
+    return OnlineBudget(pools, update, engine, transport, sync, host, sum(of.copied for of in trained), room, problems)
 
 
 def _trained(planned: Budget, workers: int, update: str, forward: str | None) -> RoleMemory:
@@ -131,20 +131,19 @@ def _policy(job: Job, recipe: Recipe, update: Budget, gpus: int) -> RoleMemory:
     """Return the memory of the policy; with LoRA, the policy without its adapters is the reference too."""
     memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old_logprobs else None)
     own = {role for role, model in recipe.frozen_models.items() if not needs_weights(model, job.model)}
-    forward = update.forward.total - memory.held
-    return RoleMemory(gpus, memory.held, {**memory.phases, **dict.fromkeys(sorted(own), forward)})
+    frozen = dict.fromkeys(sorted(own), update.forward.total - memory.held)
+    return RoleMemory(gpus, memory.held, {**memory.phases, **frozen})
 
 
-def _frozen(job: Job, directory: Path, recipe: Recipe, gpus: int) -> dict[str, RoleMemory]:
+def _frozen(job: Job, rollout: RolloutConfig, directory: Path, recipe: Recipe, gpus: int) -> dict[str, RoleMemory]:
     """Return the memory of the frozen models that have a role: reference, teacher, reward model."""
-    assert job.rollout is not None
     found: dict[str, RoleMemory] = {}
     models: dict[str, tuple[Path, Any, int | None]] = {}
     for role, frozen_model in recipe.frozen_models.items():
         if needs_weights(frozen_model, job.model):
             path = frozen_model.path
             models[role] = (directory if path is None else config_directory(str(path)), "lm", None)
-    if reward := job.rollout.reward_model:
+    if reward := rollout.reward_model:
         models["reward_model"] = (config_directory(reward.path), "scalar", 2 * job.data.seq_len)
     for role, (place, head, length) in models.items():
         memory = frozen_memory(job, place, gpus, head, length)
@@ -152,10 +151,8 @@ def _frozen(job: Job, directory: Path, recipe: Recipe, gpus: int) -> dict[str, R
     return found
 
 
-def _engine(job: Job, directory: Path, room: float) -> Engine:
+def _engine(job: Job, rollout: RolloutConfig, directory: Path, room: float) -> Engine:
     """Return the memory of one rollout engine on each of its devices."""
-    rollout = job.rollout
-    assert rollout is not None
     if rollout.engine not in ("vllm", "native"):
         raise UserError("ptf plan cannot count the memory of a rollout engine of your own; plan with vllm or native")
     model = bridge.build(directory)
@@ -189,18 +186,17 @@ def state_elements(config: DecoderConfig) -> int:
     return (len(config.layers) - config.attention_layers) * each
 
 
-def _offloaded(job: Job, pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine) -> float:
+def _offloaded(rollout: RolloutConfig, pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine) -> float:
     """Return the bytes of host memory per device for what the roles of a pool offload; 0 if the pool has one role, or
     offloads to disk.
 
     vLLM always discards its cache, and also its weights if a sync sends all of them.
     """
-    assert job.rollout is not None
     if len(pool.roles) < 2 or pool.disk:
         return 0.0
-    discards = job.rollout.engine == "vllm" and job.rollout.lora_sync == "merged"
-    rollout = 0.0 if discards else engine.weights
-    return sum(rollout if role == "rollout" else roles[role].held for role in pool.roles)
+    discards = rollout.engine == "vllm" and rollout.lora_sync == "merged"
+    weights = 0.0 if discards else engine.weights
+    return sum(weights if role == "rollout" else roles[role].held for role in pool.roles)
 
 
 def _pool(pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine, transport: str) -> PoolBudget:

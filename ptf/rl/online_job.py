@@ -88,7 +88,11 @@ class OnlineJob:
         )
 
     def roles(self) -> dict[str, RoleSpec]:
-        """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward model and rollout."""
+        """Return the roles of the job by name: policy, the recipe's frozen models, critic, reward model and rollout.
+
+        A frozen model without a path is the one that the policy starts from. Raises UserError if its directory is
+        missing, or its tokenizer is not the policy's.
+        """
         job, start = self.job, self.start
         policy = LearnerSettings(
             directory=start.directory,
@@ -103,7 +107,8 @@ class OnlineJob:
         models: dict[str, tuple[type, ModelSettings]] = {"policy": (Learner, policy)}
         for role, frozen_model in self.recipe.frozen_models.items():
             if needs_weights(frozen_model, start.section):
-                models[role] = LogprobModel, self._frozen(policy, frozen_model, role)
+                source = start.beside(frozen_model, role, job.verify_bytes)
+                models[role] = LogprobModel, replace(policy, directory=source.directory, section=source.section)
         if (critic := self.recipe.critic) is not None:
             train = job.train.model_copy(update={"lr": critic.lr or job.train.lr})
             models["critic"] = Learner, replace(policy, train=train, recipe=critic)
@@ -130,14 +135,6 @@ class OnlineJob:
             for_training=True,
         )
         return roles
-
-    def _frozen(self, policy: ModelSettings, frozen_model: FrozenModelSpec, role: str) -> ModelSettings:
-        """Return the settings of a frozen model: those of the policy, which starts from it if it has no path.
-
-        Raises UserError if its directory is missing, or its tokenizer is not the policy's.
-        """
-        source = self.start.beside(frozen_model, role, self.job.verify_bytes)
-        return replace(policy, directory=source.directory, section=source.section)
 
     def _reward_model(self) -> ModelSettings:
         """Return the settings of the reward model. Raises UserError if it has no scalar head."""

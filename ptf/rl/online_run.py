@@ -12,7 +12,6 @@ from ptf.config import Job, Plugin
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.transports import advice
 from ptf.errors import Lost, Retryable, UserError, full_text
-from ptf.rl.cluster import RoleGroup
 from ptf.rl.controller import Controller
 from ptf.rl.job_cluster import job_cluster, pools_of
 from ptf.rl.online_job import OnlineJob
@@ -63,9 +62,8 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     pools = pools_of(job.compute.pools, {name: role.workers for name, role in roles.items()})
     with job_cluster(job, run, pools) as cluster:
         groups = {name: cluster.start(role) for name, role in roles.items()}
-        _print_engine(online.rollout, groups["rollout"])
         controller = Controller(online, cluster, groups, lease)
-        _print_transport(online.job, controller.transport.name, cluster.gpu)
+        _print_rollout(online.job, online.rollout, controller.transport.name, cluster.gpu)
         try:
             controller.run()
             controller.export()
@@ -73,17 +71,14 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
             controller.close()
 
 
-def _print_engine(config: RolloutConfig, rollout: RoleGroup) -> None:
+def _print_rollout(job: Job, config: RolloutConfig, transport: str, gpu: bool) -> None:
+    """Print with what responses are generated, and how weights are sent."""
     engine = config.engine.use if isinstance(config.engine, Plugin) else config.engine
+    sent = f" lora_sync={config.lora_sync}" if job.model.lora else ""
     print(
-        f"rollout: engine={engine} replicas={config.replicas} tensor_parallel_size={config.tensor_parallel_size} "
-        f"{', '.join(rollout.where())}",
+        f"rollout: engine={engine} replicas={config.replicas} tensor_parallel_size={config.tensor_parallel_size}\n"
+        f"weights: transport={transport} dtype={job.train.precision}{sent}",
+        *advice(job, gpu),
+        sep="\n",
         flush=True,
     )
-
-
-def _print_transport(job: Job, name: str, gpu: bool) -> None:
-    assert job.rollout is not None
-    sent = f" lora_sync={job.rollout.lora_sync}" if job.model.lora else ""
-    print(f"weights: transport={name} dtype={job.train.precision}{sent}", flush=True)
-    print("".join(f"{line}\n" for line in advice(job, gpu)), end="", flush=True)

@@ -44,8 +44,8 @@ class OnlineSaver:
         for directory, role in self.roles.items():
             with self.cluster.phase(role, "save"):
                 writing[directory] = role.call("save", _joined(path, directory), self.timeout_s)
-        entries = {CONTROLLER_FILE: checkpoint.save_host(f"{path}/{CONTROLLER_FILE}", state)}
-        self.unfinished = Unfinished(step, manifest, entries, writing)
+        own = checkpoint.save_host(f"{path}/{CONTROLLER_FILE}", state)
+        self.unfinished = Unfinished(step, manifest, {CONTROLLER_FILE: own}, writing)
 
     def commit_if_written(self, wait_s: float = 0.0) -> bool:
         """Commit the checkpoint if all roles have written their parts within `wait_s` seconds. Return whether no

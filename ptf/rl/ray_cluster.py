@@ -21,26 +21,27 @@ from ptf.rl.replicas import HUNG_S, Replicas
 class RoleRank(RankWorker):
     """A worker process that holds a role."""
 
-    def build(self, spec: RoleSpec, device: str, timeout_s: float) -> str:
-        """Make the role, in the gang's process group if the class is distributed. Return its device."""
+    def build(self, spec: RoleSpec, device: str, timeout_s: float, visible: str = "") -> str:
+        """Make the role, in the gang's process group if the class is distributed. Return its device and process.
+
+        `visible`: the GPUs that this process may use, if they are not those that it got.
+        """
+        if visible:  # before CUDA is initialised
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
         self.contexts = contextlib.ExitStack()  # never closed: the process group lives as long as the process
         if spec.cls.uses_process_group:
-            group = joined(device, timeout_s, spec.replicate, tensor=spec.tensor_parallel_size)
-            world = self.contexts.enter_context(group)
+            world = self.contexts.enter_context(
+                joined(device, timeout_s, spec.replicate, tensor=spec.tensor_parallel_size)
+            )
         else:
             world = World(device=pick_device(device))
             self.contexts.enter_context(beating(world.clock, 0))
         self.role = spec.cls(world, spec.settings)
-        return str(world.device)
+        return f"{world.device} (pid {os.getpid()})"
 
     def visible_devices(self) -> str:
         """Return the GPUs that this process may use."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
-
-    def set_visible_devices(self, devices: str) -> None:
-        """Set the GPUs that this process may use; must be called before CUDA is initialised."""
-        if devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the role."""
@@ -58,8 +59,9 @@ class VerlRoleGroup:
 
     def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
         self.spec, self.gang = spec, gang
-        arguments = [(spec, device, gang.timeout_s)] * spec.workers
-        devices = gang.invoke("build", arguments, doing=f"building {spec.cls.__name__}")
+        devices = gang.invoke(
+            "build", [(spec, device, gang.timeout_s)] * spec.workers, doing=f"building {spec.cls.__name__}"
+        )
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
     def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
@@ -76,19 +78,6 @@ class VerlRoleGroup:
             "call", [(method, *part, *shared) for part in first], doing=f"{self.spec.name}.{method}"
         )
         return [item for part in results[::tensor] for item in part] if is_split else joined_results(dispatch, results)
-
-    def memory(self) -> list[float]:
-        """See RoleGroup.memory."""
-        return self.gang.invoke(
-            "call", [("peak_memory_gib",)] * self.spec.workers, doing=f"{self.spec.name}.peak_memory_gib"
-        )
-
-    def where(self) -> list[str]:
-        """Describe each worker, with its peak memory."""
-        return [
-            f"{self.spec.name} {member} {gib:.2f} GiB"
-            for member, gib in zip(self.gang.members, self.memory(), strict=True)
-        ]
 
 
 class VerlCluster(Cluster):
@@ -125,7 +114,7 @@ class VerlCluster(Cluster):
             pool=self._shared(pool, spec.workers),
             worker=RoleRank,
         )
-        self._stack.enter_context(gang)
+        self._stack.callback(gang.close)
         return VerlRoleGroup(spec, gang, self.device)
 
     def _start_replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:

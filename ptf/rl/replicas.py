@@ -44,7 +44,7 @@ class Replicas:
         self.replayed: dict[str, tuple[Any, ...]] = {}
         self.offloaded = self.closed = self.irreplaceable = False
         self.count = spec.workers // spec.tensor_parallel_size
-        self.gangs: list[Gang | None] = [None] * self.count
+        self.gangs: list[Any] = [None] * self.count  # the gang of each replica, once it is started
         self.threads = ThreadPoolExecutor(self.count)
         try:
             devices = self._each(self._start)
@@ -55,8 +55,7 @@ class Replicas:
 
     def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """See RoleGroup.call. A replica that fails is replaced. Raises Retryable if it fails too often."""
-        function = getattr(self.spec.cls, method)
-        dispatch = getattr(function, "dispatch", "broadcast")
+        dispatch = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast")
         if dispatch == "split":
             return self._call_split(method, args[0], args[1:], on_result)
         shared = tuple(put(arg) for arg in args)
@@ -95,16 +94,6 @@ class Replicas:
 
         results = {k: result for part in self._each(take) for k, result in part.items()}
         return [results[k] for k in range(len(items))]
-
-    def memory(self) -> list[float]:
-        """See RoleGroup.memory."""
-        return self._each(
-            lambda i: self._with_restarts(i, "peak_memory_gib", lambda gang: self._ask(gang, "peak_memory_gib"))
-        )
-
-    def where(self) -> list[str]:
-        """Describe each worker, with its peak memory."""
-        return [f"{self._name(i)} {self._gang(i).members[0]} {gib:.2f} GiB" for i, gib in enumerate(self.memory())]
 
     def close(self) -> None:
         """End all replicas; no replacement is started afterwards."""
@@ -148,58 +137,47 @@ class Replicas:
 
         Raises Retryable after `restarts` replacements, Lost if a replacement cannot get the weights.
         """
-        lost = False
         for attempt in range(self.restarts + 1):
             try:
-                if lost:
+                if attempt:
                     self._replace(i)
-                return ask(self._gang(i))
+                return ask(self.gangs[i])
             except (UserError, SyncError, TimeoutError):  # a new replica would fail in the same way
                 raise
             except Exception as error:
                 if self.closed or not self.restarts:
                     raise
+                failed, reason = f"{self._name(i)} failed at {method}", redacted(full_text(error))
                 if self.irreplaceable:
-                    why = "this rollout.transport cannot send the weights to a replacement alone"
                     raise Lost(
-                        f"{self._name(i)} failed at {method}, and {why}: {redacted(full_text(error))}"
+                        f"{failed}, and this rollout.transport cannot send the weights to a replacement alone: {reason}"
                     ) from error
                 if attempt == self.restarts:
-                    raise Retryable(
-                        f"{self._name(i)} failed at {method}, {attempt + 1} times: {redacted(full_text(error))}"
-                    ) from error
-                reason = redacted(full_text(error))
-                print(f"{self._name(i)} failed at {method} and is replaced{progress()}: {reason}", flush=True)
-                lost = True
+                    raise Retryable(f"{failed}, {attempt + 1} times: {reason}") from error
+                print(f"{failed} and is replaced{progress()}: {reason}", flush=True)
         raise AssertionError("not reached")
 
     def _replace(self, i: int) -> None:
-        self._gang(i).close()
+        self.gangs[i].close()
         self._start(i)
         for method, shared in self.replayed.items():
-            self._ask(self._gang(i), method, shared)
+            self._ask(self.gangs[i], method, shared)
         if self.offloaded:
-            self._ask(self._gang(i), "offload")
+            self._ask(self.gangs[i], "offload")
 
     def _start(self, i: int) -> str:
         self.gangs[i] = gang = self.start_gang(i)
         if self.closed:
             gang.close()
             raise RuntimeError(f"{self.spec.name} is closed")
-        if self.spec.tensor_parallel_size > 1:  # the first process holds the role, which uses the devices of all
-            doing = "looking for devices"
-            devices = gang.invoke("visible_devices", [()] * self.spec.tensor_parallel_size, doing=doing)
-            gang.ask("set_visible_devices", (",".join(filter(None, devices)),), doing=doing)
-        arguments = (self.spec, self.device, gang.timeout_s)
+        size, visible = self.spec.tensor_parallel_size, list[str]()
+        if size > 1:  # the first process holds the role, which uses the devices of all
+            visible = gang.invoke("visible_devices", [()] * size, doing="looking for devices")
+        arguments = (self.spec, self.device, gang.timeout_s, ",".join(filter(None, visible)))
         return gang.ask("build", arguments, doing=f"building {self.spec.cls.__name__}")
 
     def _ask(self, gang: Gang, method: str, shared: Sequence[Any] = ()) -> Any:
         return gang.ask("call", (method, *shared), doing=f"{self.spec.name}.{method}")
-
-    def _gang(self, i: int) -> Gang:
-        gang = self.gangs[i]
-        assert gang is not None, f"{self.spec.name} is closed"
-        return gang
 
     def _name(self, i: int) -> str:
         return self.spec.name if self.count == 1 else f"{self.spec.name} replica {i}"

@@ -32,12 +32,11 @@ from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.model.sharding import compilation
 from ptf.recipes.documents import last_values
 from ptf.recipes.protocol import Recipe
-from ptf.rl.cluster import broadcast, split_over_workers
+from ptf.rl.cluster import broadcast, largest_broadcast, split_over_workers
 from ptf.rl.forward_passes import packer_of, per_document, per_token, sample_logprobs
-from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.weights import stored
 from ptf.rl.weights.streamed import Sender, Streamed, Transfer
-from ptf.rl.weights.verification import Buckets, Manifest
+from ptf.rl.weights.verification import LARGEST, MEAN, SHARE, Buckets, LogprobDifference, Manifest
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.components import abbreviated
@@ -68,8 +67,7 @@ def logprob_check(
     tokens = sum(int(np.count_nonzero(sample.loss_weights)) for unit in units for sample in unit)
 
     def check(means: Mapping[str, float]) -> None:
-        difference = LogprobDifference.of_metrics(means, tokens)
-        difference.raise_if_beyond(
+        LogprobDifference(means[MEAN], means[SHARE], means[LARGEST], tokens).raise_if_beyond(
             limits, f"step {step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
         )
 
@@ -133,9 +131,15 @@ class ModelRole:
             share_prefixes=self.model.supports_shared_prefixes,
         )
 
-    def sample_logprobs(self, samples: list[Sample], processing: LogitsProcessing) -> list[np.ndarray]:
-        """See forward_passes.sample_logprobs."""
-        return sample_logprobs(self.model, samples, self.world, processing=processing, **self.scored)
+    @split_over_workers
+    def logprobs(self, samples: list[Sample], processing: LogitsProcessing | None = None) -> list[np.ndarray]:
+        """Return the log-probs of each sample's trained tokens under the sampling distribution, or another one: [n]
+        each, 0 for tokens that are not trained."""
+        processing = processing or self.settings.processing
+        values = sample_logprobs(self.model, samples, self.world, processing=processing, **self.scored)
+        if not self.is_trained:
+            forget_forwards(self.model)
+        return values
 
     @broadcast
     def offload(self) -> None:
@@ -147,7 +151,7 @@ class ModelRole:
         """See Role.onload."""
         self.offloaded.restore()
 
-    @broadcast
+    @largest_broadcast
     def peak_memory_gib(self) -> float:
         """See Role.peak_memory_gib."""
         return peak_memory_gib(self.world.device)
@@ -155,14 +159,6 @@ class ModelRole:
 
 class LogprobModel(ModelRole):
     """A frozen model that computes log-probs: the reference, or a teacher."""
-
-    @split_over_workers
-    def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the log-probs of each sample's trained tokens under the sampling distribution: [n] each, 0 for tokens
-        that are not trained."""
-        values = self.sample_logprobs(samples, self.settings.processing)
-        forget_forwards(self.model)
-        return values
 
 
 class Learner(ModelRole):
@@ -220,15 +216,10 @@ class Learner(ModelRole):
         return {name: combined(name) for name in results[0]}
 
     @split_over_workers
-    def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the same as LogprobModel.logprobs, for the current weights."""
-        return self.sample_logprobs(samples, self.settings.processing)
-
-    @split_over_workers
     def values(self, samples: list[Sample]) -> list[np.ndarray]:
         """Return the critic's value before each trained token: [n] per sample, 0 for tokens that are not trained."""
 
-        def values(x, head, batch):
+        def values(batch, x, head):
             return head.values(x) * (batch.loss_weights != 0)
 
         return per_token(self.model, samples, self.world, values, **self.scored)
@@ -240,7 +231,7 @@ class Learner(ModelRole):
 
     @split_over_workers
     def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the same as LogprobModel.logprobs, for the model without its adapters.
+        """Return the same as `logprobs`, for the model without its adapters.
 
         This is the model that training started from, so no second model is needed.
         """
@@ -251,7 +242,7 @@ class Learner(ModelRole):
     def prompt_logprobs(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probs of tokens 1…n-1 of each context at temperature 1: the trainer's side of the canary."""
         samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
-        return [values[1:] for values in self.sample_logprobs(samples, NO_LOGITS_PROCESSING)]
+        return [values[1:] for values in self.logprobs(samples, NO_LOGITS_PROCESSING)]
 
     @broadcast
     def compare_with_transformers(self, tokens: np.ndarray) -> None:
@@ -263,7 +254,7 @@ class Learner(ModelRole):
 
     @broadcast
     def collect_weights(
-        self, version: int, directory: str | None = None, adapter: bool = False
+        self, version: int, directory: Path | None = None, adapter: bool = False
     ) -> tuple[Buckets, Manifest] | None:
         """Return all tensors by Hugging Face name, in buckets, with their manifest; None on ranks other than 0.
 
@@ -278,7 +269,9 @@ class Learner(ModelRole):
             for _ in tensors:  # take part in the gathering
                 pass
             return None
-        buckets, manifest = stored.collect(tensors, version, None if directory is None else Path(directory))
+        buckets, manifest = (
+            stored.write_buckets(tensors, directory, version) if directory else stored.collect(tensors, version)
+        )
         return buckets, replace(manifest, adapter=form and form.config(str(self.settings.directory)))
 
     @broadcast

@@ -58,7 +58,6 @@ def sampler_spec(
     a sync; otherwise one engine keeps the directory's. Raises UserError if the model has fewer positions than `length`,
     or if its heads cannot be divided among an engine's processes, or if vLLM does not serve the model rightly.
     """
-    assert engine != "auto", "the job is not settled"
     rollout = job.rollout or RolloutConfig()
     adapter = for_training and rollout.lora_sync == "adapter"
     replicas, tensor = (rollout.replicas, rollout.tensor_parallel_size) if for_training else (1, 1)
@@ -181,20 +180,15 @@ def with_logits_processing(
     return replace(recipe, context=replace(recipe.context, processing=processing)), processing
 
 
-def training_rewards(job: Job) -> Rewards | None:
-    """Return the processes that score the responses of a step; None if there is no reward function."""
-    assert job.rollout is not None
-    return _rewards(job, job.rollout.reward)
-
-
 def evaluation_rewards(job: Job) -> Rewards | None:
     """Return the processes that score held-out responses: by `evaluate.reward`, otherwise as in training."""
     if reward := job.evaluate.reward:
-        return _rewards(job, {"": SourcePlugin(use=reward.use, args=reward.args)})
-    return _rewards(job, job.rollout.reward) if job.rollout else None
+        return rewards_of(job, {"": SourcePlugin(use=reward.use, args=reward.args)})
+    return rewards_of(job, job.rollout.reward) if job.rollout else None
 
 
-def _rewards(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards | None:
+def rewards_of(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards | None:
+    """Return the processes that score responses by these reward functions; None if there is none."""
     if not by_source:
         return None
     rollout, workers = job.rollout or RolloutConfig(), dict[str, tuple[RewardWorkers, float]]()

@@ -6,20 +6,20 @@
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from ptf.data.trajectory import Group
+from ptf.config.sections.rollout import RolloutConfig
+from ptf.data.trajectory import Group, NoResult, Reward
 from ptf.errors import UserError
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.online_job import OnlineJob
-from ptf.rl.outcomes import outcome_metrics, rewards_differ
 from ptf.rl.rewards.by_source import GroupScoring, mark_without_result
 from ptf.rl.rewards.model import RewardModelClient
-from ptf.rl.rollout_role import training_rewards
+from ptf.rl.rollout_role import rewards_of
 from ptf.workspace import progress
 
 
@@ -28,7 +28,7 @@ class Rollouts(ABC):
 
     def __init__(self, online: OnlineJob, cluster: Cluster, rollout: RoleGroup) -> None:
         self.online, self.config, self.cluster, self.rollout = online, online.rollout, cluster, rollout
-        self.rewards = training_rewards(online.job)
+        self.rewards = rewards_of(online.job, self.config.reward)
         self.reward_wait = 0.0  # seconds of a step after its last response was there
 
     @abstractmethod
@@ -37,10 +37,6 @@ class Rollouts(ABC):
 
         It gets the groups with their outcomes, and metrics, to which some may be added when the block has ended.
         """
-
-    @abstractmethod
-    def take_environment_retries(self) -> float:
-        """Return how many requests to environments were retried since the last call."""
 
     def responses(self) -> list[np.ndarray]:
         """Return the tokens [T] of some responses in flight, with their contexts."""
@@ -67,11 +63,12 @@ class Rollouts(ABC):
         self.reward_wait += time.perf_counter() - began
         return groups
 
-    def metrics(self, groups: list[Group], version: int) -> dict[str, float]:
-        """Return metrics over the outcomes of all responses of a step."""
+    def metrics(self, groups: list[Group], version: int, environment_retries: int) -> dict[str, float]:
+        """Return metrics over the outcomes of all responses of a step, in which so many requests to environments were
+        retried."""
         metrics = outcome_metrics(groups, version, self.config, by_source=len(self.online.job.data.sources) > 1)
-        retried = 0.0 if self.rewards is None else float(self.rewards.take_retries())
-        metrics["rewards_retried"] = retried + self.take_environment_retries()
+        retried = 0 if self.rewards is None else self.rewards.take_retries()
+        metrics["rewards_retried"] = float(retried + environment_retries)
         metrics["seconds/reward_wait"], self.reward_wait = self.reward_wait, 0.0
         return metrics
 
@@ -102,14 +99,11 @@ class SynchronousRollouts(Rollouts):
                 if left:
                     self.rollout.call("expect_weights")
                 break
-        metrics = self.metrics(sampled, version)
+        retries = self.rollout.call("take_retries") if self.config.environment else 0
+        metrics = self.metrics(sampled, version, retries)
         if not usable and "reward" in metrics:
             self._report_equal_rewards(version, len(sampled), metrics["reward"])
         yield usable or groups, metrics
-
-    def take_environment_retries(self) -> float:
-        """See Rollouts.take_environment_retries."""
-        return float(self.rollout.call("take_retries")) if self.config.environment else 0.0
 
     def _sampled(self, version: int, count: int, is_last: bool) -> list[Group]:
         """Sample responses to further prompts, and score them while others are generated."""
@@ -142,3 +136,77 @@ class SynchronousRollouts(Rollouts):
         if version == 0:
             raise UserError(f"{message}: the task is too hard or too easy, or the reward is wrong")
         print(message, flush=True)  # no error later: it also happens when the policy has learned its task
+
+
+def rewards_differ(group: Group) -> bool:
+    """Return whether the rewards of a group's responses differ, before length penalties and a KL reward."""
+    return len({t.outcome.value for t in group if isinstance(t.outcome, Reward)}) > 1
+
+
+def outcome_metrics(
+    groups: Sequence[Group], version: int, config: RolloutConfig, by_source: bool = False
+) -> dict[str, float]:
+    """Return metrics over the rewards of all responses of a step, which trains the weights of `version`; `by_source`:
+    also those of each data source.
+
+    Raises UserError if too many responses have no result.
+    """
+    trajectories = [t for group in groups for t in group]
+    rewards = [(t.prompt.source, t.outcome.value) for t in trajectories if isinstance(t.outcome, Reward)]
+    values = np.array([value for _, value in rewards])
+    reasons = [t.outcome.reason for t in trajectories if isinstance(t.outcome, NoResult)]
+    if reasons:
+        _report_no_results(reasons, len(trajectories), version, config)
+    versions = [generation.versions for t in trajectories for generation in t.generations]
+    if not versions:
+        raise UserError(f"step {version + 1}: policy.trajectory(calls=[…]) selected no response to train on")
+    truncated = sum(not t.complete for t in trajectories if isinstance(t.outcome, Reward))
+    metrics: dict[str, float] = {}
+    if len(values):
+        metrics = {"reward": float(values.mean()), "reward_std": float(values.std())}
+    if by_source:
+        metrics |= _means("source_reward", rewards)
+    metrics |= {
+        "staleness": float((version - np.concatenate(versions)).mean()),
+        "no_result_share": len(reasons) / len(trajectories),
+        "response_length": float(np.mean([t.num_sampled_tokens for t in trajectories])),
+        "truncated_share": truncated / max(len(values), 1),
+        "sampled_tokens": float(sum(t.num_sampled_tokens for t in trajectories)),
+    }
+    if config.is_multi_turn:
+        metrics["turns"] = float(np.mean([len(t.generations) for t in trajectories]))
+    metrics |= _means("episode", (one for t in trajectories for one in t.counts.items()))
+    metrics["zero_variance_share"] = 1 - sum(map(rewards_differ, groups)) / len(groups)
+    return metrics
+
+
+def reward_source(config: RolloutConfig) -> str:
+    """Return the name of the reward function, model or environment, for messages."""
+    found = ["the harness"] * bool(config.harness)
+    found += [f"the rollout function {config.play.use}"] if config.play else []
+    if rewards := ", ".join(what.use for what in config.reward.values()):
+        found.append(f"the reward {rewards}")
+    elif config.reward_model:
+        found.append("the reward model")
+    return " or ".join(found) or f"the environment {', '.join(what.use for what in config.environment.values())}"
+
+
+def _report_no_results(reasons: Sequence[str], responses: int, version: int, config: RolloutConfig) -> None:
+    """Print that responses have no result. Raises UserError if they are too many."""
+    count = f"step {version + 1}: {len(reasons)} of {responses} responses have no result"
+    first_reason = f"the first reason, from {reward_source(config)}: {reasons[0]}"
+    print(f"{count}; {first_reason}", flush=True)
+    if len(reasons) > config.max_no_result_share * responses:
+        raise UserError(
+            f"{count} (rollout.max_no_result_share is {config.max_no_result_share:g}); {first_reason}. Fix its cause "
+            "(ptf try CONFIG plays episodes without training), or raise rollout.max_no_result_share, which may change "
+            "on resume"
+        )
+
+
+def _means(prefix: str, pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the mean of each name's values as PREFIX/NAME."""
+    values: dict[str, list[float]] = {}
+    for name, value in pairs:
+        values.setdefault(name, []).append(float(value))
+    return {f"{prefix}/{name}": float(np.mean(each)) for name, each in sorted(values.items())}

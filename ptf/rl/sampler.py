@@ -5,6 +5,7 @@ response's number, not on the worker that generates it.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,17 +22,23 @@ from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.data.trie import Trie
-from ptf.rl.cluster import broadcast, replayed_broadcast, split_over_workers, summed_broadcast, unreplayable_broadcast
+from ptf.rl.cluster import (
+    broadcast,
+    largest_broadcast,
+    replayed_broadcast,
+    split_over_workers,
+    summed_broadcast,
+    unreplayable_broadcast,
+)
 from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.generation_checks import answered
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.episodes import Episode, run_episodes
 from ptf.rl.event_loop import EventLoop, run_coroutine
-from ptf.rl.logprob_guard import LogprobDifference
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.weights.streamed import Transfer
-from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError
+from ptf.rl.weights.verification import Buckets, LogprobDifference, Manifest, Receipt, SyncError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +137,7 @@ class Sampler:
         async def next_ended() -> list[tuple[int, Trajectory]] | None:
             return await asyncio.wait_for(anext(running, None), max(0.0, until - time.monotonic()))
 
-        with EventLoop() as loop:
+        with contextlib.closing(EventLoop()) as loop:
             left = len(episodes)
             try:
                 while (ended := loop.run(next_ended())) is not None:
@@ -143,8 +150,7 @@ class Sampler:
     def _too_slow(self, left: int, episodes: int) -> str:
         """Return the error message for episodes of a step that do not end in time."""
         environments = self.rollout_functions.environments
-        count = sum(len(one.processes) for one in environments)
-        processes = f" in {count} processes" if environments else ""
+        processes = f" in {sum(len(one.processes) for one in environments)} processes" if environments else ""
         return (
             f"{left} of {episodes} episodes{processes} did not end within {self.settings.timeout_s:g} s "
             "(compute.timeout_s): a step has too many responses or they are too long"
@@ -204,7 +210,7 @@ class Sampler:
         """See Role.onload."""
         self.engine.wake()
 
-    @broadcast
+    @largest_broadcast
     def peak_memory_gib(self) -> float:
         """See Role.peak_memory_gib."""
         return peak_memory_gib(self.world.device)

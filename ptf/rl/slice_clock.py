@@ -76,7 +76,7 @@ class WallClock:
     async def ended(self, flight: "InFlight") -> list[Member]:
         """See VirtualClock."""
         flying, number = members_of(flight.groups), flight.slice - 1
-        if (known := self.ledger.ended(number)) is not None:
+        if (known := self.ledger.ends.get(number)) is not None:
             chosen = [m for g, i, m in flying if (g.number, i) in known]
             await flight.until(lambda: [m for m in chosen if m.awaits_environment])
             if len(chosen) < len(known) or any(m.trajectory is None for m in chosen):

@@ -1,6 +1,5 @@
-"""Trajectories as values of a checkpoint (dicts, lists, numbers, texts and arrays), and as JSON."""
+"""Trajectories as values of a checkpoint (dicts, lists, numbers, texts and arrays), and these as JSON."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -22,9 +21,8 @@ def shared_length(context: np.ndarray, before: Generation | None) -> int:
 
 def whole_context(rest: np.ndarray, shared: int, before: Generation | None) -> np.ndarray:
     """Return a context of which `shared` ids are those that the generation before it begins with, and then `rest`."""
-    if not shared:
+    if before is None:
         return rest
-    assert before is not None
     return np.concatenate([np.concatenate([before.context, before.sampled_ids])[:shared], rest])
 
 
@@ -35,8 +33,7 @@ def generations_state(generations: Sequence[Generation]) -> list[dict[str, Any]]
     would take bytes that grow with their square.
     """
     states = list[dict[str, Any]]()
-    for before, one in itertools.pairwise([None, *generations]):
-        assert one is not None
+    for before, one in zip([None, *generations], generations, strict=False):
         shared = shared_length(one.context, before)
         values = {field.name: getattr(one, field.name) for field in fields(one)}
         states.append({"shared": shared, **values, "context": one.context[shared:]})
@@ -86,29 +83,11 @@ def restored_trajectory(state: Mapping[str, Any], prompt: Prompt) -> Trajectory:
     )
 
 
-def trajectory_to_json(trajectory: Trajectory) -> Any:
-    """Return a trajectory, without its prompt, as values that JSON can hold."""
-    return _to_json(trajectory_state(trajectory))
+def array_to_json(value: Any) -> Any:
+    """Return an array, or a number of numpy, as a value that JSON can hold: `default` of json.dumps."""
+    return {"dtype": str(value.dtype), "values": value.tolist()} if isinstance(value, np.ndarray) else value.item()
 
 
-def trajectory_from_json(value: Any, prompt: Prompt) -> Trajectory:
-    """Return the trajectory that `trajectory_to_json` was given, of this prompt."""
-    return restored_trajectory(_from_json(value), prompt)
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "values": value.tolist()}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return {key: _to_json(one) for key, one in value.items()}
-    return [_to_json(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"dtype", "values"}:
-            return np.asarray(value["values"], value["dtype"])
-        return {key: _from_json(one) for key, one in value.items()}
-    return [_from_json(one) for one in value] if isinstance(value, list) else value
+def array_from_json(value: dict[str, Any]) -> Any:
+    """Return the array that `array_to_json` was given, and any other object as it is: `object_hook` of json.loads."""
+    return np.asarray(value["values"], value["dtype"]) if value.keys() == {"dtype", "values"} else value

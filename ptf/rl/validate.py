@@ -102,5 +102,4 @@ def pass_rates(
             for g in answer(samples, temperature, "sampled")
         ]
         rates[f"pass@{samples}"] = float(np.mean([any(p) for p in passed if p]))
-    responses = [response_record(t) for t in greedy]
-    return rates, responses
+    return rates, [response_record(t) for t in greedy]

@@ -54,6 +54,7 @@ class Call:
     alone: bool = False  # whether no other call may be in flight with it
     future: "Future[Any]" = field(default_factory=Future)
     unheard: int = 0  # how often its process ended before it began the call
+    ends: float | None = None  # the end of its time, once the process has begun it
 
     def resolve(self, reply: Any) -> None:
         """Set the reply, unless the caller waits no longer."""
@@ -102,10 +103,8 @@ class WorkerProcess:
         self.process: subprocess.Popen | None = None
         self.pipe: mpc.Connection | None = None
         self.number = 0
-        self.sent = dict[int, Call]()  # not begun
-        self.begun = dict[int, tuple[Call, float]]()  # with the end of its time
+        self.calls = dict[int, Call]()  # that the process has
         self.heard = 0.0  # when the last message came, or the first call was sent
-        self.has_alone = False  # whether a call that must be alone is in flight
         self.is_crowded = False  # whether calls took too long in it beside others
         self.ends_in_time = False  # whether the process itself ends calls that take too long
         self.closing = False
@@ -158,7 +157,7 @@ class WorkerProcess:
             self.failure = error
             raise
         finally:
-            calls = [*self.sent.values(), *(call for call, _ in self.begun.values())]
+            calls = list(self.calls.values())
             self._kill()
             self._fail(calls)
 
@@ -173,18 +172,23 @@ class WorkerProcess:
 
     def _next_moment(self) -> float:
         """Return the seconds until something must be done."""
-        ends = [end for _, end in self.begun.values()]
-        if self.sent and not self.begun:
+        ends = self._ends()
+        if self.calls and not ends:
             ends.append(self.heard + self.timeout_s)
         return max(0.0, min([end - time.monotonic() for end in ends], default=IDLE_S))
+
+    def _ends(self) -> list[float]:
+        """Return the ends of the times of the calls that have begun."""
+        return [call.ends for call in self.calls.values() if call.ends is not None]
 
     def _send(self) -> None:
         """Send calls of the queue, as many as the process takes."""
         while not self.closing:
-            free, ahead = not (self.sent or self.begun), AHEAD
+            free, ahead = not self.calls, AHEAD
             if len(self.queue.takers) > 1:
                 ahead = AHEAD_OF_MANY[self.ends_in_time]
-            if not free and (self.has_alone or len(self.sent) >= ahead):
+            has_alone = any(call.alone for call in self.calls.values())
+            if not free and (has_alone or len(self.calls) - len(self._ends()) >= ahead):
                 return
             # a call that must be alone waits until no other is in flight
             if (call := self.queue.take(alone=None if free else False)) is None:
@@ -196,7 +200,7 @@ class WorkerProcess:
             self.number += 1
             if free:
                 self.heard = time.monotonic()
-            self.sent[self.number], self.has_alone = call, call.alone
+            self.calls[self.number], call.ends = call, None
             self._write(self.number, call)
             self._receive()
 
@@ -210,7 +214,7 @@ class WorkerProcess:
         try:
             self.pipe.send_bytes(message)
         except OSError as error:  # it died, or does not read
-            reason = "did not listen for" if isinstance(error, BlockingIOError) else ""
+            reason = f"did not listen for {self.timeout_s:g} s" if isinstance(error, BlockingIOError) else ""
             self._receive()  # what it said before, to its end
             if self.pipe is not None:
                 self._end(reason)
@@ -220,9 +224,12 @@ class WorkerProcess:
         ours, theirs = mpc.Pipe()
         with theirs:
             number = theirs.fileno()
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
             self.process = start(
-                "ptf.rl.worker_server", [str(number)], environment, pass_fds=[number], start_new_session=True
+                "ptf.rl.worker_server",
+                [str(number)],
+                {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+                pass_fds=[number],
+                start_new_session=True,
             )
         self.pipe = ours
         limit_waits(ours, self.timeout_s)
@@ -251,16 +258,15 @@ class WorkerProcess:
                     return
                 kind, number, value = self.pipe.recv()
             except (EOFError, OSError) as error:
-                self._end("took longer than" if isinstance(error, BlockingIOError) else "")
+                self._end(f"took longer than {self.timeout_s:g} s" if isinstance(error, BlockingIOError) else "")
                 return
             except Exception as error:  # unpickling may raise anything
                 self._end(f"its reply cannot be read: {type(error).__name__}: {error}")
                 return
             self.heard = time.monotonic()
-            known = number in self.sent or number in self.begun
+            known = number in self.calls
             if kind == STARTED and known:
-                call = self.sent.pop(number) if number in self.sent else self.begun[number][0]
-                self.begun[number] = call, time.monotonic() + self.timeout_s + GRACE_S * self.ends_in_time
+                self.calls[number].ends = time.monotonic() + self.timeout_s + GRACE_S * self.ends_in_time
             elif kind == REPLY and known:
                 self._finish(number, value)
             elif kind == LEFT:
@@ -271,10 +277,7 @@ class WorkerProcess:
                 self._end(said, blames=False)
 
     def _finish(self, number: int, reply: Any) -> None:
-        call = self.sent.pop(number, None)
-        if call is None:
-            call, _ = self.begun.pop(number)
-        self.has_alone = False
+        call = self.calls.pop(number)
         self.is_crowded |= isinstance(reply, Fault) and reply.crowded
         if isinstance(reply, Fault) and reply.crowded and not call.alone and self.kind == "reward":
             call.alone = True
@@ -284,20 +287,19 @@ class WorkerProcess:
 
     def _watch_limits(self) -> None:
         """Kill the process if a call is beyond its limit, or if it does not begin one."""
-        now = time.monotonic()
-        if any(end <= now for _, end in self.begun.values()):
-            self._end("took longer than")
-        elif self.sent and not self.begun and now >= self.heard + self.timeout_s:
-            self._end("did not listen for")
+        now, ends = time.monotonic(), self._ends()
+        if any(end <= now for end in ends):
+            self._end(f"took longer than {self.timeout_s:g} s")
+        elif self.calls and not ends and now >= self.heard + self.timeout_s:
+            self._end(f"did not listen for {self.timeout_s:g} s")
 
     def _end(self, reason: str, *, blames: bool = True) -> None:
         """Kill the process; a call that was alone in it is at fault, and others are lost or made again.
 
         `reason` is empty for a process that died; `blames`: whether a call that is in flight can be at fault.
         """
-        if reason.endswith(("than", "for")):
-            reason = f"{reason} {self.timeout_s:g} s"
-        begun, sent = [call for call, _ in self.begun.values()], list(self.sent.values())
+        begun = [call for call in self.calls.values() if call.ends is not None]
+        sent = [call for call in self.calls.values() if call.ends is None]
         self._kill()
         fault = Fault(reason or f"the {self.kind}'s process died", fatal=True)
         if blames and len(begun) == 1:
@@ -326,4 +328,4 @@ class WorkerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
         self.pipe = self.process = None
-        self.sent, self.begun, self.has_alone, self.is_crowded = {}, {}, False, False
+        self.calls, self.is_crowded = {}, False

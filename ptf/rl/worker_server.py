@@ -71,15 +71,10 @@ class Pipe:
         try:
             message = pickle.dumps((kind, number, value))
         except Exception as error:
-            reason = f"its reply cannot be sent: {type(error).__name__}: {error}"
-            message = pickle.dumps((kind, number, Fault(reason)))
+            fault = Fault(f"its reply cannot be sent: {type(error).__name__}: {error}")
+            message = pickle.dumps((kind, number, fault))
         with self.lock:
             self.connection.send_bytes(message)
-
-
-def failed(error: BaseException) -> RuntimeError:
-    """Return an error that a future takes in place of one that it does not take."""
-    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def fault_of(error: BaseException) -> Fault:
@@ -138,7 +133,8 @@ class Threads:
         try:
             return function()
         except BaseException as error:  # a future does not take StopIteration, and SystemExit would end the loop
-            return error if isinstance(error, Exception) and not isinstance(error, StopIteration) else failed(error)
+            is_taken = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            return error if is_taken else RuntimeError(f"{type(error).__name__}: {error}")
         finally:
             self.clocks.pop(clock, None)
 
@@ -191,16 +187,13 @@ class RewardCalls:
         overlapping.first_lines(what)  # its checks of this machine run now, because the first call has a time limit
         self.timeout_s = timeout_s
         self.is_coroutine = overlapping.is_asynchronous(self.function)
-        self.max_concurrent_calls = overlapping.max_concurrent_calls(self.function)
-
-    def begin(self) -> None:
-        """Prepare for concurrent calls, in the event loop."""
-        self.limit = asyncio.Semaphore(self.max_concurrent_calls)
-        self.threads = Threads(self.max_concurrent_calls, self.timeout_s)
-        self.pool = concurrent.futures.ThreadPoolExecutor(self.max_concurrent_calls)
-        if not self.is_coroutine:  # threads are begun now, and not while another call computes
+        most = overlapping.max_concurrent_calls(self.function)
+        self.one_by_one = most == 1 and not self.is_coroutine
+        self.limit, self.threads = asyncio.Semaphore(most), Threads(most, timeout_s)
+        self.pool = concurrent.futures.ThreadPoolExecutor(most)
+        if not self.is_coroutine and most > 1:  # threads are begun now, and not while another call computes
             all_begun = threading.Event()
-            for _ in range(min(self.max_concurrent_calls, overlapping.THREADS)):
+            for _ in range(min(most, overlapping.THREADS)):
                 self.pool.submit(all_begun.wait)
             all_begun.set()
 
@@ -228,19 +221,16 @@ class RewardCalls:
 class EnvironmentCalls:
     """Answers ("reset", episode, row, seed), ("step", episode, text) and ("end", episode)."""
 
-    is_coroutine = True  # a coroutine answers each question, whatever the environment's methods are
+    one_by_one = False
 
     def __init__(self, what: Plugin, timeout_s: float) -> None:
         self.what, self.make, self.timeout_s = what, plugin.bind(what), timeout_s
-        self.max_concurrent_calls = overlapping.max_concurrent_calls(plugin.resolve(what.use), overlapping.THREADS)
+        most = overlapping.max_concurrent_calls(plugin.resolve(what.use), overlapping.THREADS)
+        self.threads = Threads(most, timeout_s)
         self.coroutines = 0  # calls in the event loop
         self.environments = dict[int, Any]()
         self.pools = dict[int, concurrent.futures.ThreadPoolExecutor]()
         self.closings = set[asyncio.Task]()
-
-    def begin(self) -> None:
-        """Prepare for concurrent calls, in the event loop."""
-        self.threads = Threads(self.max_concurrent_calls, self.timeout_s)
 
     @property
     def is_done_for(self) -> bool:
@@ -334,7 +324,6 @@ async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, 
     """Answer in the event loop and in threads."""
     loop, tasks, began = asyncio.get_running_loop(), set[asyncio.Task](), set[int]()
     loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(overlapping.THREADS))
-    calls.begin()
 
     async def one(number: int, question: Any) -> None:
         began.add(number)
@@ -353,8 +342,7 @@ async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, 
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    take = functools.partial(loop.call_soon_threadsafe, begin)
-    threading.Thread(target=read, args=(take,), daemon=True).start()
+    threading.Thread(target=read, args=(functools.partial(loop.call_soon_threadsafe, begin),), daemon=True).start()
     idle = 0
     while idle < 2:  # otherwise the process ends when the pipe closes
         await asyncio.sleep(IDLE_S)
@@ -372,7 +360,6 @@ def serve(connection: mpc.Connection) -> None:
     kind, what, timeout_s = connection.recv()
     pipe = Pipe(connection)
     calls = {"reward": RewardCalls, "environment": EnvironmentCalls}[kind](Plugin(**what), timeout_s)
-    one_by_one = calls.max_concurrent_calls == 1 and isinstance(calls, RewardCalls) and not calls.is_coroutine
     questions: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
     def read(take: Callable[[int, Any], object]) -> None:
@@ -390,9 +377,8 @@ def serve(connection: mpc.Connection) -> None:
                 continue
             take(number, question)
 
-    pipe.send(READY, 0, not one_by_one)
-    if one_by_one:
-        assert isinstance(calls, RewardCalls)
+    pipe.send(READY, 0, not calls.one_by_one)
+    if isinstance(calls, RewardCalls) and calls.one_by_one:
         threading.Thread(target=read, args=(lambda *message: questions.put(message),), daemon=True).start()
         serve_one_by_one(pipe, calls, questions)
     else:

@@ -14,11 +14,11 @@ class Group:
     def __init__(self, name: str, calls: list[str]) -> None:
         self.spec, self.calls = SimpleNamespace(name=name, workers=1), calls
 
-    def call(self, method: str) -> None:
+    def call(self, method: str) -> float | None:
+        if method == "peak_memory_gib":
+            return 1.0
         self.calls.append(f"{self.spec.name} {method}")
-
-    def memory(self) -> list[float]:
-        return [1.0]
+        return None
 
 
 @pytest.fixture

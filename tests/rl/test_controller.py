@@ -19,7 +19,7 @@ from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.cluster import LocalRoleGroup
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.outcomes import reward_source, rewards_differ
+from ptf.rl.rollouts import reward_source, rewards_differ
 from ptf.rl.sampler import Sampler
 from ptf.rl.weights.verification import SyncError
 from ptf.tasks import calculator

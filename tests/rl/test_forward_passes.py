@@ -43,7 +43,7 @@ def test_values_of_a_sample_are_its_own_in_any_batch(tmp_path: Path, micro_batch
     )
     assert lengths == [14, 13, 12, 15, 11]
     positions = per_token(
-        model, samples, World(), lambda x, head, batch: batch.positions.float(), seq_len=16, micro_batch_sequences=1
+        model, samples, World(), lambda batch, x, head: batch.positions.float(), seq_len=16, micro_batch_sequences=1
     )
     assert [p[1:].tolist() for p in positions] == [list(range(n - 1)) for n in (14, 13, 12, 15, 11)]
 

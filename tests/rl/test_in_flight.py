@@ -15,7 +15,6 @@ from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.flight_ledger import FlightLedger
-from ptf.rl.flight_state import restore, state_of
 from ptf.rl.in_flight import InFlight
 from ptf.rl.in_flight_group import InFlightGroup
 
@@ -248,11 +247,11 @@ def test_an_episode_that_ends_before_its_recorded_responses_does_not_repeat(wall
     config, ledger = clock(2, wall=wall), tmp_path / "flight.jsonl"
     flight = flight_of(config, Engine(), play, ledger=ledger)
     flight.advance(0)
-    state = state_of(flight)
+    state = flight.state_dict()
     flight.close()
     turns[0] = 0
     again = flight_of(config, Engine(), play, ledger=ledger)
-    restore(again, state)
+    again.load_state_dict(state)
     with pytest.raises(UserError, match=r"after the resume|an episode ended or asked the policy otherwise"):
         again.advance(0)
     again.close()
@@ -365,16 +364,16 @@ def test_what_is_in_flight_goes_on_from_its_state_and_refuses_other_requests():
         for flight in (whole, first):
             flight.advance(0)
             flight.advance(0)
-        state = state_of(first)
+        state = first.state_dict()
         assert any(member.get("started") for group in state["groups"] for member in group["members"])
         assert any(member.get("responses") for group in state["groups"] for member in group["members"])
         second = flight_of(clock(2), Engine(), player(2))
         second.next_prompt = first.next_prompt
-        restore(second, state)
+        second.load_state_dict(state)
         ends = [told([flight.take_groups(0)]) for flight in (whole, second)]
         assert ends[0] == ends[1]
         other = flight_of(clock(2), Engine(), player(1, most=41))
-        restore(other, {**state, "groups": [moved(group) for group in state["groups"]]})
+        other.load_state_dict({**state, "groups": [moved(group) for group in state["groups"]]})
         with pytest.raises(UserError, match="sent another request to the policy than before"):
             other.take_groups(0)
     finally:

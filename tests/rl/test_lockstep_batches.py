@@ -8,7 +8,7 @@ import pytest
 
 from ptf.data.trajectory import Generation
 from ptf.rl.engines.protocol import Request, Sampling
-from ptf.rl.lockstep_batches import LockstepBatches
+from ptf.rl.episodes import LockstepBatches
 
 
 class Engine:
@@ -30,7 +30,7 @@ def request(seed: int) -> Request:
     return Request(np.array([1], np.int32), Sampling(1, 1.0, ()), seed)
 
 
-def test_a_batch_begins_when_all_live_episodes_wait_and_is_kept_until_it_is_answered():
+def test_a_batch_begins_when_all_live_episodes_wait():
     async def played() -> None:
         engine: Any = Engine()
         batches = LockstepBatches(engine, live=3)
@@ -40,11 +40,8 @@ def test_a_batch_begins_when_all_live_episodes_wait_and_is_kept_until_it_is_answ
         asked.append(asyncio.create_task(batches.generate(1, request(1))))
         await asyncio.sleep(0.01)
         assert engine.asked == [0, 1, 2]
-        assert len(batches.batches) == 1  # otherwise the garbage collector may take the task that answers
         engine.told.set()
         assert [int(one.sampled_ids[0]) for one in await asyncio.gather(*asked)] == [2, 0, 1]
-        await asyncio.sleep(0)
-        assert not batches.batches
 
     asyncio.run(played())
 

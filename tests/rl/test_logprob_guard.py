@@ -14,8 +14,7 @@ from ptf.data.sample import Sample
 from ptf.model.chunked import TokenLogprobs
 from ptf.recipes import registry
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.rl.logprob_guard import LogprobDifference
-from ptf.rl.weights.verification import SyncError
+from ptf.rl.weights.verification import LogprobDifference, SyncError
 from tests.recipes.of_keys import of_keys
 
 BF16, FP32 = LOGPROB_LIMITS["bf16"], LOGPROB_LIMITS["fp32"]

@@ -223,7 +223,7 @@ def test_the_value_after_a_sample_is_that_before_the_token_that_would_follow(tmp
     longer = [Sample(np.append(s.tokens, 5).astype(np.int32), np.ones(len(s) + 1, np.float32)) for s in samples]
     arguments = {"seq_len": 40, "micro_batch_sequences": 2}
     after = per_document(critic, samples, World(), last_values, **arguments)
-    before = per_token(critic, longer, World(), lambda x, head, batch: head.values(x), **arguments)
+    before = per_token(critic, longer, World(), lambda batch, x, head: head.values(x), **arguments)
     assert after == pytest.approx([float(values[-1]) for values in before], abs=1e-5)
     assert after != pytest.approx([float(values[-2]) for values in before], abs=1e-3)
 

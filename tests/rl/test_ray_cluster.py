@@ -160,15 +160,6 @@ def test_errors_keep_their_type_and_name_role_and_method(echo):
     assert int(named[2]) == echo.gangs[int(named[1])].members[0].pid
 
 
-def test_where_names_process_actor_and_memory(echo, team):
-    for i, (gang, line) in enumerate(zip(echo.gangs, echo.where(), strict=True)):
-        (member,) = gang.members
-        assert (
-            line == f"echo replica {i} rank 0 (actor {member.actor[:8]}, pid {member.pid}, node {member.node}) 0.25 GiB"
-        )
-    assert team.where()[1].startswith("team rank 1 (actor ")
-
-
 def test_phases_add_up_their_seconds_and_on_a_cpu_nobody_is_offloaded(cluster, echo, team):
     cluster.table.clear()
     for group in (echo, team, echo):

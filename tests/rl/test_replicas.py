@@ -196,7 +196,7 @@ def test_one_that_dies_at_a_sync_or_before_it_or_offloaded_is_as_the_others_afte
     assert group.call("state", [1, 2], "nothing") == [(9, False)] * 2
     group.call("offload")
     os.kill(group.gangs[0].members[0].pid, signal.SIGKILL)
-    group.memory()
+    group.call("peak_memory_gib")
     assert group.call("state", [1, 2], "nothing") == [(9, True)] * 2, (
         "its successor gives no memory away that others have"
     )

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ptf.model.attention import Attend
 from ptf.model.config import DecoderConfig
-from ptf.rl.engines.drawing import sample
 from ptf.rl.engines.protocol import Progress
-from ptf.rl.engines.response import ResponseInProgress
+from ptf.rl.engines.response import ResponseInProgress, sample
 from ptf.rl.engines.slot_cache import SlotCache
 
 

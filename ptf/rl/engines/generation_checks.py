@@ -8,13 +8,13 @@ import numpy as np
 
 from ptf.data.trajectory import Generation
 from ptf.errors import UserError
-from ptf.rl.engines.protocol import Progress, Request, RolloutEngine, StreamingEngine
+from ptf.rl.engines.protocol import GeneratingEngine, Progress, Request, StreamingEngine
 
 Ask = Callable[[Request], Awaitable[Generation]]
 
 
 async def answered(
-    engine: RolloutEngine, request: Request, vocabulary: int | None, ask: Ask | None = None
+    engine: GeneratingEngine, request: Request, vocabulary: int | None, ask: Ask | None = None
 ) -> Generation:
     """Return an engine's response to a request; `ask` asks it, by default its `generate`.
 
@@ -40,7 +40,7 @@ async def streamed(engine: StreamingEngine, request: Request, vocabulary: int | 
         raise refusal(error, engine) from error
 
 
-def refusal(error: ValueError, engine: RolloutEngine) -> Exception:
+def refusal(error: ValueError, engine: GeneratingEngine) -> Exception:
     """Return what a ValueError of an engine means: the request is refused. A subclass is a fault inside the engine."""
     if type(error) is not ValueError:
         return error
@@ -61,7 +61,9 @@ def follows_trie(generation: Generation, request: Request) -> bool:
     return True
 
 
-def raise_if_garbage(generation: Generation, request: Request, engine: RolloutEngine, vocabulary: int | None) -> None:
+def raise_if_garbage(
+    generation: Generation, request: Request, engine: GeneratingEngine, vocabulary: int | None
+) -> None:
     """Raise EngineFault unless the generation is a response to the request.
 
     A generation must have the request's context, and tokens of the vocabulary, each with a log-prob and the version of

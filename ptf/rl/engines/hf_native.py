@@ -38,16 +38,12 @@ class HFNativeEngine(NativeEngine):
         super().__init__(directory, dtype=dtype, **{**options, "continuous": False})
         self.why_uncached = self._why_uncached()
         if self.why_uncached:
+            kind = cast("Any", self.model).hf.config.model_type
             print(
-                f"rollout: native: {self.hf.config.model_type} generates without a cache, at the cost of a whole "
+                f"rollout: native: {kind} generates without a cache, at the cost of a whole "
                 f"forward pass for each token: {self.why_uncached}",
                 flush=True,
             )
-
-    @property
-    def hf(self) -> Any:
-        """Transformers' model."""
-        return cast("Any", self.model).hf
 
     def load_model(
         self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
@@ -70,7 +66,7 @@ class HFNativeEngine(NativeEngine):
             ids = (torch.arange(2 * length).view(2, -1) * 7 % cast("Any", self.model).table_rows).to(self.device)
             try:
                 batch = _Batch(self, ids[:, :-STEPS])
-                steps = [batch.logits, *(batch.next(ids[:, i - STEPS]) for i in range(STEPS))]
+                steps = [batch.logits, *(batch.step(ids[:, i - STEPS, None]) for i in range(STEPS))]
             except Exception as error:  # whatever a model's cache raises, whole forward passes give the same tokens
                 return f"its cache fails ({type(error).__name__}: {first_line(error)})"
             for i, logits in enumerate(steps):
@@ -100,8 +96,7 @@ class HFNativeEngine(NativeEngine):
             by_length.setdefault(len(request.context), []).append(i)
         generations: dict[int, Generation] = {}
         for rows in by_length.values():
-            group = [requests[i] for i in rows]
-            generations |= zip(rows, self._answer_equally_long(group), strict=True)
+            generations |= zip(rows, self._answer_equally_long([requests[i] for i in rows]), strict=True)
         return [generations[i] for i in range(len(requests))]
 
     def _answer_equally_long(self, requests: Sequence[Request]) -> list[Generation]:
@@ -112,7 +107,7 @@ class HFNativeEngine(NativeEngine):
         def cached(live: Sequence[ResponseInProgress], tokens: Tensor, *_: object) -> Tensor:
             rows = torch.tensor([one.number for one in live], device=self.device)
             last[rows] = tokens
-            return batch.next(last)[rows]
+            return batch.step(last[:, None])[rows]
 
         return self.sampled(requests, batch.logits, cached)
 
@@ -137,13 +132,10 @@ class _Batch:
 
     def __init__(self, engine: HFNativeEngine, ids: Tensor) -> None:
         self.engine, self.cache, self.length = engine, dict[str, Any](), 0
-        self.logits = self._computed(ids)
+        self.logits = self.step(ids)
 
-    def next(self, tokens: Tensor) -> Tensor:
-        """Append a token to each sequence; return the logits after them, [n, V]."""
-        return self._computed(tokens[:, None])
-
-    def _computed(self, ids: Tensor) -> Tensor:
+    def step(self, ids: Tensor) -> Tensor:
+        """Append tokens [n, t] to the sequences; return the logits after them, [n, V]."""
         model: Any = self.engine.model
         positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device)
         self.length += ids.shape[1]

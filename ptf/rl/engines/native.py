@@ -30,10 +30,9 @@ from ptf.model.layers import LayerFactory
 from ptf.model.peft_format import format_of
 from ptf.model.sampling import restrict
 from ptf.rl.engines.continuous_batch import ContinuousBatch
-from ptf.rl.engines.drawing import sample
 from ptf.rl.engines.kv_cache import Cache
 from ptf.rl.engines.protocol import NOTHING, Progress, Request, edges_of
-from ptf.rl.engines.response import ResponseInProgress
+from ptf.rl.engines.response import ResponseInProgress, sample
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
@@ -121,12 +120,11 @@ class NativeEngine:
             if type(error) is not ValueError:
                 raise
             return [Progress(number, *NOTHING, error=error) for number in wanted]
-        if len(generations) != len(batch):
-            raise RuntimeError(
-                f"the rollout engine {self.name} gave {len(generations)} responses to {len(batch)} requests"
-            )
-        answers = zip(batch, generations, strict=True)
-        return [Progress(n, g.sampled_ids, g.logprobs, g) for n, g in answers if n in wanted]
+        return [
+            Progress(number, one.sampled_ids, one.logprobs, one)
+            for number, one in zip(batch, generations, strict=True)
+            if number in wanted
+        ]
 
     def abort(self, numbers: Sequence[int]) -> None:
         """See SteppingEngine. A batch is answered whole, unless nobody waits for any of it."""
@@ -287,34 +285,31 @@ class NativeEngine:
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""
         with self.stepper.exclusively("load weights"):
-            return self._load_weights(buckets, manifest)
-
-    def _load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
-        receipt = check(buckets, manifest, self.version)
-        if manifest.adapter is not None and self.model.factory.lora is None:
-            raise SyncError(
-                f"weight sync {manifest.version} refused: it is an adapter, and this engine's model has none"
-            )
-        form = format_of(self.model) if manifest.adapter is not None else None
-        names = form.names() if form else bridge.hf_names(self.model)
-        if different := names ^ manifest.digests.keys():
-            raise SyncError(
-                f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: "
-                f"{sorted(different)[:5]}"
-            )
-        if isinstance(buckets, Transfer):
-            buckets.device = str(self.device)
-        tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
-        if isinstance(buckets, Transfer):
-            receipt = buckets.receipt()
-        if form:
-            form.copy(tensors.__getitem__)
-        else:
-            bridge.load_hf_tensors(self.model, tensors)
-        held = form.tensors() if form else bridge.hf_tensors(self.model)
-        raise_if_other_values(held, tensors, manifest.version)
-        self.version = manifest.version
-        return receipt
+            receipt = check(buckets, manifest, self.version)
+            if manifest.adapter is not None and self.model.factory.lora is None:
+                raise SyncError(
+                    f"weight sync {manifest.version} refused: it is an adapter, and this engine's model has none"
+                )
+            form = format_of(self.model) if manifest.adapter is not None else None
+            names = form.names() if form else bridge.hf_names(self.model)
+            if different := names ^ manifest.digests.keys():
+                raise SyncError(
+                    f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: "
+                    f"{sorted(different)[:5]}"
+                )
+            if isinstance(buckets, Transfer):
+                buckets.device = str(self.device)
+            tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
+            if isinstance(buckets, Transfer):
+                receipt = buckets.receipt()
+            if form:
+                form.copy(tensors.__getitem__)
+            else:
+                bridge.load_hf_tensors(self.model, tensors)
+            held = form.tensors() if form else bridge.hf_tensors(self.model)
+            raise_if_other_values(held, tensors, manifest.version)
+            self.version = manifest.version
+            return receipt
 
     def sleep(self) -> None:
         """Offload the weights; a cache exists only while there are requests."""

@@ -60,13 +60,8 @@ def edges_of(trie: Trie) -> Edges:
     return Edges.of(torch.from_numpy(trie.starts), torch.from_numpy(trie.tokens).long())
 
 
-class RolloutEngine(Protocol):
-    """What generates responses.
-
-    A plugin engine is constructed as `Engine(directory, *, device, dtype, version, seed, max_length, **args)`, with a
-    Hugging Face directory, "float32" or "bfloat16", the version of the weights in the directory, and the most tokens of
-    a context with its response. `ptf.rl.engines.conformance` checks what the controller relies on.
-    """
+class GeneratingEngine(Protocol):
+    """What answers the requests of episodes."""
 
     name: str
     in_batches: bool  # True: it answers all waiting requests to the end before it takes further ones
@@ -79,6 +74,15 @@ class RolloutEngine(Protocol):
         greedy response, at temperature 1.
         """
         ...
+
+
+class RolloutEngine(GeneratingEngine, Protocol):
+    """What generates responses from the weights of a policy.
+
+    A plugin engine is constructed as `Engine(directory, *, device, dtype, version, seed, max_length, **args)`, with a
+    Hugging Face directory, "float32" or "bfloat16", the version of the weights in the directory, and the most tokens of
+    a context with its response. `ptf.rl.engines.conformance` checks what the controller relies on.
+    """
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """Compare what arrived with the manifest, then replace the weights and drop every cached prefix.
@@ -107,7 +111,7 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class StreamingEngine(RolloutEngine, Protocol):
+class StreamingEngine(GeneratingEngine, Protocol):
     """An engine that reports tokens as they are sampled; other engines serve whole responses only."""
 
     def stream(self, request: Request) -> AsyncGenerator[Progress]:
@@ -118,7 +122,7 @@ class StreamingEngine(RolloutEngine, Protocol):
         ...
 
 
-def generate_all(engine: RolloutEngine, requests: Iterable[Request], timeout_s: float) -> list[Generation]:
+def generate_all(engine: GeneratingEngine, requests: Iterable[Request], timeout_s: float) -> list[Generation]:
     """Submit all requests at once and return the responses in order. Raises TimeoutError after `timeout_s` seconds."""
 
     async def run() -> list[Generation]:

@@ -9,7 +9,6 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Progress, Request
-from ptf.rl.weights.verification import Buckets, Manifest, Receipt
 
 
 class ScriptedEngine:
@@ -50,16 +49,6 @@ class ScriptedEngine:
         generation = await self.generate(request)
         yield Progress(0, generation.sampled_ids, generation.logprobs, generation)
 
-    def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
-        """Raise UserError: there are no weights."""
-        raise UserError("a scripted engine has no weights, so none can be loaded")
-
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Raise UserError: there is no model."""
         raise UserError("a scripted engine has no model, so there are no log-probs of given tokens")
-
-    def sleep(self) -> None:
-        """Free nothing, because the engine holds no memory of an accelerator."""
-
-    def wake(self) -> None:
-        """Take nothing; see `sleep`."""

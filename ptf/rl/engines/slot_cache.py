@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ptf.model.attention import Attend, Attention, soft_cap_of, soft_capped
 from ptf.model.config import DecoderConfig
-from ptf.rl.engines.delta_cache import DeltaCache
-from ptf.rl.engines.kv_cache import CachedAttend, filling, places_of
+from ptf.rl.engines.kv_cache import CachedAttend, DeltaCache, filling, places_of
 
 BLOCK = 128  # the slots' length is a multiple of it
 
@@ -86,7 +85,6 @@ class SlotCache:
             if layer.sinks is not None:
                 sinks = layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1)
                 scores = torch.cat([scores, sinks], -1)
-            out = scores.softmax(-1)[..., :longest] @ values
-            return out.reshape(n, 1, heads, -1).to(q.dtype)
+            return (scores.softmax(-1)[..., :longest] @ values).reshape(n, 1, heads, -1).to(q.dtype)
 
         return CachedAttend(attend, self.delta.step)

@@ -86,26 +86,23 @@ class Stepper:
 
     async def generate(self, request: Request) -> Generation:
         """Return the response to one request. Raises what the engine raises."""
-        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        *_, whole = [news.generation async for news in self.stream(request, streamed=False)]
+        assert whole is not None
+        return whole
 
-        def resolve(news: Progress | BaseException) -> None:
-            if answer.done():
-                return
-            if isinstance(news, BaseException):
-                answer.set_exception(news)
-            elif news.generation is not None:
-                answer.set_result(news.generation)
-
-        with self._submitted(request, False, resolve):
-            return await answer
-
-    async def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """Yield the tokens of a response as they are sampled; the last item has the whole generation.
+    async def stream(self, request: Request, streamed: bool = True) -> AsyncGenerator[Progress]:
+        """Yield the tokens of a response as they are sampled, or without `streamed` as the engine reports them; the
+        last item has the whole generation.
 
         Closing the generator aborts the request.
         """
-        news: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
-        with self._submitted(request, True, news.put_nowait):
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[Progress | BaseException]()
+        submission = Submission(request, streamed, loop, news.put_nowait)
+        with self.changed:
+            self.arriving.append(submission)
+        # not at once: requests of other coroutines that are submitted now begin with the same step
+        loop.call_soon(self._start)
+        try:
             while True:
                 item = await news.get()
                 if isinstance(item, BaseException):
@@ -113,20 +110,6 @@ class Stepper:
                 yield item
                 if item.generation is not None:
                     return
-
-    @contextlib.contextmanager
-    def _submitted(
-        self, request: Request, streamed: bool, receive: Callable[[Progress | BaseException], None]
-    ) -> Iterator[None]:
-        """Have a request answered inside the `with` block, at whose end nobody waits for it any more."""
-        loop = asyncio.get_running_loop()
-        submission = Submission(request, streamed, loop, receive)
-        with self.changed:
-            self.arriving.append(submission)
-        # not at once: requests of other coroutines that are submitted now begin with the same step
-        loop.call_soon(self._start)
-        try:
-            yield
         finally:
             with self.changed:
                 submission.aborted = True

@@ -12,7 +12,7 @@ import json
 import os
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ class VLLMEngine:
         self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
         weakref.finalize(self, contexts.close)  # when the process ends, at the latest
         self.names = expected_names(directory)
-        if version < 0 and is_quantised(directory):
+        if version < 0 and "quantization_config" in bridge.read_config(directory):
             arguments |= unquantised(directory, self._directory / "model")
         with nothing_outlives_it() if tensor > 1 else contextlib.nullcontext():
             self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -286,29 +286,26 @@ class VLLMEngine:
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""
         with self.stepper.exclusively("load weights"):
-            return self._load_weights(buckets, manifest)
-
-    def _load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
-        receipt = check(buckets, manifest, self.version)
-        sent = set(manifest.digests)
-        names = self.names if manifest.adapter is None else ExpectedNames(self._adapted or sent, frozenset())
-        if different := names.mismatches(sent):
-            raise SyncError(
-                f"weight sync {manifest.version} refused: the model has other tensors than were sent, "
-                f"they differ in {sorted(different)[:5]}"
-            )
-        self.unusable = f"weight sync {manifest.version} did not complete"
-        try:
-            if manifest.adapter is None:
-                receipt = self.engine.collective_rpc("ptf_load", args=(buckets,))[0] or receipt
-            else:
-                self._adapt(buckets, manifest)
-        except Exception as error:
-            self.unusable = f"weight sync {manifest.version} failed half way: {error!r}"
-            raise SyncError(f"{self.unusable}; this engine cannot be used any more, start a new one") from error
-        self._forget_prefixes()
-        self.version, self.unusable, self._weights_follow = manifest.version, None, False
-        return receipt
+            receipt = check(buckets, manifest, self.version)
+            sent = set(manifest.digests)
+            names = self.names if manifest.adapter is None else ExpectedNames(self._adapted or sent, frozenset())
+            if different := names.mismatches(sent):
+                raise SyncError(
+                    f"weight sync {manifest.version} refused: the model has other tensors than were sent, "
+                    f"they differ in {sorted(different)[:5]}"
+                )
+            self.unusable = f"weight sync {manifest.version} did not complete"
+            try:
+                if manifest.adapter is None:
+                    receipt = self.engine.collective_rpc("ptf_load", args=(buckets,))[0] or receipt
+                else:
+                    self._adapt(buckets, manifest)
+            except Exception as error:
+                self.unusable = f"weight sync {manifest.version} failed half way: {error!r}"
+                raise SyncError(f"{self.unusable}; this engine cannot be used any more, start a new one") from error
+            self._forget_prefixes()
+            self.version, self.unusable, self._weights_follow = manifest.version, None, False
+            return receipt
 
     def _adapt(self, buckets: Buckets, manifest: Manifest) -> None:
         """Replace the adapter beside the base model; vLLM reads it from a directory and identifies it by a number."""
@@ -327,20 +324,14 @@ class VLLMEngine:
             if on_cpu():
                 return
             self._forget_prefixes()
-            level = self.sleep_level()
+            # Level 1 keeps the weights in host memory; level 2 discards them, where a sync replaces all of them before
+            # they are used again. An adapter replaces none, and tensors beside the language model are never sent.
+            carried = self.names.optional - self.names.required
+            level = 2 if self._weights_follow and not self.adapted and not carried else 1
             self.engine.sleep(level=level)
             self._asleep = {"weights", "kv_cache"}
             if level == 2:
                 self.unusable = "it discarded its weights when it slept, and no new ones have come"
-
-    def sleep_level(self) -> int:
-        """Return vLLM's level of sleep: 1 keeps the weights in host memory, 2 discards them.
-
-        They are discarded where a sync replaces all of them before they are used again. An adapter replaces none, and
-        tensors beside the language model are never sent.
-        """
-        carried = self.names.optional - self.names.required
-        return 2 if self._weights_follow and not self.adapted and not carried else 1
 
     def expect_weights(self) -> None:
         """Note that new weights come before anything else is generated, so that `sleep` need not keep these."""
@@ -405,6 +396,8 @@ def _device_arguments(directory: Path, max_model_len: int, cpu_kv_cache_gib: flo
     if not on_cpu():
         return {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
     config = bridge.read_config(directory)
+    # layers that keep a state in place of keys and values
+    has_states = "linear_num_value_heads" in (config.get("text_config") or config)
     return {
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(cpu_kv_cache_gib * 2**30),
@@ -416,7 +409,7 @@ def _device_arguments(directory: Path, max_model_len: int, cpu_kv_cache_gib: flo
         "enable_prefix_caching": max_model_len >= 256,
         **(ROTATED if rotates_in_part(config) else {}),
         # states in fp32, as in ptf's decoder, and as the kernels on a CPU need them
-        **({"mamba_ssm_cache_dtype": "float32"} if has_states(config) else {}),
+        **({"mamba_ssm_cache_dtype": "float32"} if has_states else {}),
     }
 
 
@@ -550,16 +543,6 @@ def expected_names(directory: Path) -> ExpectedNames:
         carried = hf_backend.carried_names(directory)
         return ExpectedNames(stored - carried, stored & carried)
     return ExpectedNames(bridge.hf_names(model), stored)
-
-
-def has_states(config: Mapping[str, Any]) -> bool:
-    """Return whether layers of a model with this config.json keep a state in place of keys and values."""
-    return "linear_num_value_heads" in (config.get("text_config") or config)
-
-
-def is_quantised(directory: Path) -> bool:
-    """Return whether a checkpoint stores quantised weights."""
-    return "quantization_config" in bridge.read_config(directory)
 
 
 def unquantised(directory: Path, without: Path) -> dict[str, Any]:

@@ -200,7 +200,8 @@ class CallHistory:
         known = dict[int, Call]()
         for i, key in enumerate(path_keys(messages, tools)):
             calls = self.by_path.get(key, ())
-            lost = [call for call in calls if not call.received and _says_something(call)]
+            # those that a client would not have written itself
+            lost = [c for c in calls if not c.received and (c.text.strip() or c.message.get("tool_calls"))]
             if lost and not any(call.received for call in calls):
                 self._regain(lost[-1])
             received = [call for call in calls if call.received]
@@ -234,11 +235,6 @@ class CallHistory:
 def _is_same(call: Call | None, other: Call) -> bool:
     """Return whether a call has the same text as another: conversations that are continued cannot tell them apart."""
     return call is other or (call is not None and call.length == other.length and call.served == other.served)
-
-
-def _says_something(call: Call) -> bool:
-    """Return whether a response is one that a client would not have written itself."""
-    return bool(call.text.strip() or call.message.get("tool_calls"))
 
 
 def shown(call: Call, tokenizer: Tokenizer) -> str:

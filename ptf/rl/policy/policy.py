@@ -1,6 +1,5 @@
 """The policy as one episode sees it: `Policy.generate` answers a conversation, and records the call."""
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -17,12 +16,12 @@ from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Progress, Request, Sampling
 from ptf.rl.policy.calls import Call, CallHistory, Context, Message, NoRoom
-from ptf.rl.policy.turn_rewards import with_turns
 
 Generate = Callable[[Request], Coroutine[Any, Any, Generation]]
 Stream = Callable[[Request], AsyncGenerator[Progress]]
 Messages = Sequence[Message] | Sequence[int] | np.ndarray
 Tools = Sequence[Mapping[str, Any]] | None  # JSON schemas
+TOLERANCE = 1e-6  # of the difference between an outcome and the sum of its turns, relative to the rewards' sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,6 @@ class Policy:
         """Return the response to a context as call `number`, and record it."""
         try:
             generation = await self._generate(self.request(context, number, max_tokens))
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             self.failure = error
             raise
@@ -137,8 +134,6 @@ class Policy:
             async with contextlib.aclosing(self._stream(request)) as news:
                 async for progress in news:
                     yield progress
-        except (asyncio.CancelledError, GeneratorExit):
-            raise
         except Exception as error:
             self.failure = error
             raise
@@ -170,8 +165,8 @@ class Policy:
         `episode/NAME`. Raises UserError if `turn_rewards` do not fit the calls or the outcome.
         """
         if isinstance(outcome, float | int | np.floating | np.integer):
-            valid = is_reward(float(outcome))
-            outcome = Reward(float(outcome)) if valid else NoResult(f"the reward of the episode is {outcome!r}")
+            value = float(outcome)
+            outcome = Reward(value) if is_reward(value) else NoResult(f"the reward of the episode is {outcome!r}")
         elif outcome is not None and not isinstance(outcome, Reward | NoResult):
             raise UserError(f"the reward of the episode is of the type {type(outcome).__name__}, which is no number")
         given = self.calls if calls is None else calls
@@ -198,3 +193,32 @@ class Policy:
             return {}
         states = [trie.walked(call.generation.sampled_ids) for call in calls]
         return {"trie_states": np.concatenate([np.zeros((0, trie.width), np.int32), *states])}
+
+
+def with_turns(
+    outcome: Reward | NoResult | None, given: Sequence[float] | np.ndarray, turns: int
+) -> tuple[Reward | NoResult, np.ndarray | None]:
+    """Return an episode's outcome and the rewards of its `turns` turns, [turns] float64 or None without a result.
+
+    Without an outcome it is the sum of the rewards. Raises UserError if the number of rewards is not that of the turns,
+    or if they do not add up to the outcome.
+    """
+    if isinstance(outcome, NoResult):
+        return outcome, None
+    rewards = np.asarray(given, np.float64)
+    if rewards.shape != (turns,):
+        raise UserError(
+            f"turn_rewards has the shape {rewards.shape}, but {turns} calls of the episode are trained: give one "
+            "reward for each of them, in order"
+        )
+    if not all(map(is_reward, rewards)):
+        return NoResult(f"the rewards of the turns are {rewards.tolist()}"), None
+    total = float(rewards.sum())
+    if outcome is None:
+        return Reward(total), rewards
+    if abs(outcome.value - total) > TOLERANCE * max(1.0, float(np.abs(rewards).sum())):
+        raise UserError(
+            f"the reward of the episode is {outcome.value:g}, but turn_rewards add up to {total:g}: add the rest to "
+            "the turn that earned it, or leave the reward out"
+        )
+    return outcome, rewards

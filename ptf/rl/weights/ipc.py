@@ -28,24 +28,11 @@ class IpcSender(Sender):
         return torch.from_file(path, shared=True, size=streamed.BUFFER_BYTES, dtype=torch.uint8), path
 
 
-class Ipc(Streamed):
-    """Each rank of the policy shares its buffers with the engine on its device."""
+class IpcReceiver(Receiver):
+    """An engine, which reads the buffers of the rank on its device."""
 
-    from_every_rank = True
-
-    @staticmethod
-    def sender(device: torch.device, engines: int, timeout_s: float) -> Sender:
-        """See Streamed."""
-        return IpcSender(device, 1, timeout_s)
-
-    @staticmethod
-    def reaches(offer: Offer) -> bool:
-        """See Streamed."""
-        return offer.host == host()
-
-    @staticmethod
-    def receiver(offers: tuple[Offer, ...], engines: int, timeout_s: float, device: torch.device) -> Receiver:
-        """See Streamed. Raises SyncError unless exactly one rank of the policy is on this engine's GPU."""
+    def __init__(self, offers: tuple[Offer, ...], engines: int, timeout_s: float, device: torch.device) -> None:
+        """Connect to the rank on this device. Raises SyncError unless exactly one is on this engine's GPU."""
         mine = [offer for offer in offers if (offer.host, offer.device) == (host(), name_of(device))]
         if not mine or (device.type == "cuda" and len(mine) > 1):
             raise SyncError(
@@ -57,7 +44,14 @@ class Ipc(Streamed):
         if len(mine) > 1 and (number := (store.store.add("engines", 1) - 1) % len(mine)):
             mine = mine[number:]
             store = TransferStore(mine[0].address, mine[0].port, timeout_s)
-        return Receiver(store, [opened(handle, device) for handle in mine[0].handles])
+        super().__init__(store, [opened(handle, device) for handle in mine[0].handles])
+
+
+class Ipc(Streamed):
+    """Each rank of the policy shares its buffers with the engine on its device."""
+
+    from_every_rank = True
+    sender, receiver = IpcSender, IpcReceiver
 
 
 def opened(handle: Any, device: torch.device) -> Tensor:

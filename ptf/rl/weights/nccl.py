@@ -32,8 +32,8 @@ class NcclSender(Sender):
 class NcclReceiver(Receiver):
     """An engine, whose buffers the broadcasts fill."""
 
-    def __init__(self, offer: Offer, engines: int, timeout_s: float, device: torch.device) -> None:
-        store = TransferStore(offer.address, offer.port, timeout_s)
+    def __init__(self, offers: tuple[Offer, ...], engines: int, timeout_s: float, device: torch.device) -> None:
+        store = TransferStore(offers[0].address, offers[0].port, timeout_s)
         buffers = [torch.empty(streamed.BUFFER_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         super().__init__(store, buffers)
         self._group = _process_group(store, store.store.add("engines", 1), 1 + engines, device)
@@ -48,15 +48,7 @@ class NcclReceiver(Receiver):
 class Nccl(Streamed):
     """The policy's first rank broadcasts to all engines."""
 
-    @staticmethod
-    def sender(device: torch.device, engines: int, timeout_s: float) -> Sender:
-        """See Streamed."""
-        return NcclSender(device, engines, timeout_s)
-
-    @staticmethod
-    def receiver(offers: tuple[Offer, ...], engines: int, timeout_s: float, device: torch.device) -> Receiver:
-        """See Streamed."""
-        return NcclReceiver(offers[0], engines, timeout_s, device)
+    sender, receiver = NcclSender, NcclReceiver
 
 
 def _process_group(store: TransferStore, rank: int, size: int, device: torch.device) -> Any:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ptf.config.transports import TRANSPORTS
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.weights.transport import Transport
 from ptf.rl.weights.verification import Bucket, Buckets, Manifest, Receipt, SyncError, digest
@@ -20,12 +21,13 @@ from ptf.rl.weights.verification import Bucket, Buckets, Manifest, Receipt, Sync
 BUCKET_BYTES = 256 << 20
 
 
-class ObjectStore(Transport):
-    """Through host memory, all tensors at once."""
+class Stored(Transport):
+    """Through host memory, all tensors at once, or through files in the run's directory."""
 
     def open(self, policy: RoleGroup, version: int) -> tuple[Buckets, Manifest]:
         """See Transport."""
-        return policy.call("collect_weights", version, None, self.adapter)
+        directory = self.directory if TRANSPORTS[self.name].in_files else None
+        return policy.call("collect_weights", version, directory, self.adapter)
 
     def send(
         self, cluster: Cluster, policy: RoleGroup, rollout: RoleGroup, weights: Buckets, manifest: Manifest
@@ -33,14 +35,6 @@ class ObjectStore(Transport):
         """See Transport."""
         with cluster.phase(rollout, "sync"):
             return rollout.call("load", weights, manifest)
-
-
-class Files(ObjectStore):
-    """Through files in the run's directory."""
-
-    def open(self, policy: RoleGroup, version: int) -> tuple[Buckets, Manifest]:
-        """See Transport."""
-        return policy.call("collect_weights", version, str(self.directory), self.adapter)
 
 
 class BucketFiles(Sequence[Bucket]):
@@ -59,10 +53,8 @@ class BucketFiles(Sequence[Bucket]):
             raise SyncError(f"a file of the weight sync cannot be read: {self.files[i]}: {error}") from error
 
 
-def collect(tensors: Iterable[tuple[str, Tensor]], version: int, directory: Path | None) -> tuple[Buckets, Manifest]:
-    """Copy tensors to host memory, or to files under `directory`, and return the buckets with their manifest."""
-    if directory is not None:
-        return write_buckets(tensors, directory, version)
+def collect(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[Buckets, Manifest]:
+    """Copy tensors to host memory, and return the buckets with their manifest."""
     digests: dict[str, str] = {}
     buckets = list(into_buckets(on_host(tensors, digests)))
     return buckets, Manifest(version, digests)

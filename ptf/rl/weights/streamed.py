@@ -15,12 +15,11 @@ import json
 import os
 import socket
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -56,13 +55,10 @@ class TransferStore:
     """A key-value store, and a wait for a key that ends at a deadline or when the other side has failed."""
 
     def __init__(self, address: str, port: int, timeout_s: float, listening: socket.socket | None = None) -> None:
-        limit = timedelta(seconds=timeout_s)
-        if listening:
-            self.store = dist.TCPStore(
-                address, port, None, True, limit, False, master_listen_fd=listening.detach(), use_libuv=True
-            )
-        else:
-            self.store = dist.TCPStore(address, port, None, False, limit, False, use_libuv=True)
+        limit, fd = timedelta(seconds=timeout_s), listening.detach() if listening else None
+        self.store = dist.TCPStore(
+            address, port, None, fd is not None, limit, False, master_listen_fd=fd, use_libuv=True
+        )
         self.timeout_s = timeout_s
 
     def wait(self, version: int, missing: str, is_ready: Callable[[], bool]) -> None:
@@ -189,7 +185,7 @@ class Transfer:
     version: int
     names: frozenset[str]
     offers: tuple[Offer, ...]  # of each rank that sends
-    receivers: int
+    receivers: int  # of what one rank sends
     timeout_s: float
     device: str = "cpu"  # of the engine, whose process sets it
     tensors: int = 0  # that arrived
@@ -207,9 +203,9 @@ class Transfer:
         try:
             yield
         except BaseException as error:
-            for offer in self.offers:
-                if not self.transport.reaches(offer):
-                    continue
+            # where every rank sends, each listens on its own machine alone
+            near = [one for one in self.offers if one.host == host() or not self.transport.from_every_rank]
+            for offer in near:
                 with contextlib.suppress(Exception):
                     TransferStore(offer.address, offer.port, 5).report_failure(self.version, error)
             raise
@@ -303,26 +299,15 @@ def host() -> str:
 class Streamed(Transport):
     """A transport whose engines read while the policy sends."""
 
-    from_every_rank = False  # True: each rank of the policy sends; False: only its first
-
-    @staticmethod
-    @abstractmethod
-    def sender(device: torch.device, engines: int, timeout_s: float) -> Sender:
-        """Return the side of a rank of the policy on this device."""
-
-    @staticmethod
-    @abstractmethod
-    def receiver(offers: tuple[Offer, ...], engines: int, timeout_s: float, device: torch.device) -> Receiver:
-        """Return the side of an engine on this device, connected to one of the offers."""
-
-    @staticmethod
-    def reaches(offer: Offer) -> bool:
-        """Return whether this process can read what the offer's rank sends."""
-        return True
+    from_every_rank = False  # True: each rank of the policy sends to one engine; False: only its first, to all
+    sender: ClassVar[type[Sender]]  # the side of a rank of the policy
+    # the side of an engine on a device, which connects to one of the offers
+    receiver: ClassVar[Callable[[tuple[Offer, ...], int, float, torch.device], Receiver]]
 
     def open(self, policy: RoleGroup, version: int) -> tuple[Transfer, Manifest]:
         """See Transport."""
-        return policy.call("open_transfer", type(self), version, self.engines, self.timeout_s)
+        engines = 1 if self.from_every_rank else self.engines
+        return policy.call("open_transfer", type(self), version, engines, self.timeout_s)
 
     def send(
         self, cluster: Cluster, policy: RoleGroup, rollout: RoleGroup, weights: Buckets, manifest: Manifest

@@ -12,18 +12,16 @@ from ptf.config.transports import TRANSPORTS
 WIDTH = {"fp32": 4, "bf16": 2}  # bytes of a weight, by the precision of the engine
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Bytes per second of each link; the defaults are estimates for a machine of eight H100."""
-
-    gather: float = 300e9  # between the GPUs of a machine (NVLink)
-    device: float = 2.0e12  # within the memory of a GPU
-    host_link: float = 50e9  # between a GPU and host memory (PCIe 5)
-    host: float = 10e9  # a copy within host memory, as into an object store
-    network: float = 45e9  # between machines (400 Gb/s)
-    disk: float = 2e9  # files that all machines of the job can read
-    digest_on_device: float = 150e9  # a checksum that is computed on a GPU: about twenty passes over its memory
-    digest_on_host: float = 4e9  # the same on two cores (2 GB/s each, measured)
+# bytes per second of each link: estimates for a machine of eight H100
+RATES = {
+    "gather": 300e9,  # between the GPUs of a machine (NVLink)
+    "device": 2.0e12,  # within the memory of a GPU
+    "host_link": 50e9,  # between a GPU and host memory (PCIe 5)
+    "host": 10e9,  # a copy within host memory, as into an object store
+    "disk": 2e9,  # files that all machines of the job can read
+    "digest_on_device": 150e9,  # a checksum that is computed on a GPU: about twenty passes over its memory
+    "digest_on_host": 4e9,  # the same on two cores (2 GB/s each, measured)
+}
 
 
 @dataclass(frozen=True)
@@ -35,20 +33,12 @@ class SyncTraffic:
     seconds: float  # the least that the sync takes
 
 
-def sync_traffic(
-    parameters: int, precision: str, transport: str, *, machines: int = 1, rates: Rates | None = None
-) -> SyncTraffic:
-    """Return what a sync of this many weights moves by a transport (`rollout.transport`).
+def sync_traffic(parameters: int, precision: str, transport: str) -> SyncTraffic:
+    """Return what a sync of this many weights moves on one machine, by a transport (`rollout.transport`).
 
-    Weights are sent in the precision of the engine. For an adapter, give the number of its weights. With `machines`
-    above 1, the engines are on other machines than the policy, which `ipc` does not reach.
+    Weights are sent in the precision of the engine. For an adapter, give the number of its weights.
     """
-    rates, chosen = rates or Rates(), TRANSPORTS[transport]
-    sent = parameters * WIDTH[precision]
-    seconds = [
-        times * sent / getattr(rates, link)
-        for link, times in chosen.link_crossings.items()
-        if link != "network" or machines > 1
-    ]
+    chosen, sent = TRANSPORTS[transport], parameters * WIDTH[precision]
+    seconds = [times * sent / RATES[link] for link, times in chosen.link_crossings.items()]
     # an engine that reads only when everything is stored overlaps with nothing: then the times of both halves add
     return SyncTraffic(sent, 0 if chosen.streams else sent, max(seconds) if chosen.streams else sum(seconds))

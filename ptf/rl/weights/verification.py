@@ -6,21 +6,29 @@ With streamed transports (`ipc`, `nccl`) it has the version and the names, and e
 of its own as it arrives, when earlier ones may have been loaded: a fault makes the engine unusable. Engines fuse and
 pack weights, so the loaded weights cannot be hashed; therefore the log-probs that trainer and engine compute of fixed
 prompts, the canary, are compared as well.
+
+Engine and trainer round differently, and in bf16 the largest difference of many tokens grows with their number, so that
+no bound separates it from a fault. The mean and the share of tokens beyond a threshold do not grow with it; the largest
+difference is only reported.
 """
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ptf.config.logprob_limits import LogprobLimits
 
 Bucket = list[tuple[str, Tensor]]
 # a sequence, which can be read twice, or an iterable of buckets that are still to arrive (ptf/rl/weights/streamed.py)
 Buckets = Iterable[Bucket]
 
-
+MEAN, SHARE, LARGEST = "logprob_diff_mean", "logprob_diff_share", "logprob_diff_max"  # metrics of recipes and steps
 # of log-probs that differ, for messages
 LIKELY_CAUSES = (
     "Either the engine computes otherwise, for example with another precision or attention kernel, or it did not load "
@@ -31,10 +39,6 @@ LIKELY_CAUSES = (
 
 class SyncError(RuntimeError):
     """The engine does not hold the weights that the trainer sent. Nothing may be generated from it."""
-
-
-class LogprobMismatch(SyncError):
-    """The log-probs of the engine and of the trainer differ by more than the limits of the section `rollout`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +139,44 @@ def check(buckets: Buckets, manifest: Manifest, current: int) -> Receipt:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise SyncError(f"weight sync {manifest.version} refused: " + "; ".join(faults[:5]) + more)
     return Receipt(manifest.version, len(seen), size)
+
+
+@dataclass(frozen=True)
+class LogprobDifference:
+    """The absolute differences between the engine's and the trainer's log-probs of many tokens."""
+
+    mean: float
+    share: float  # of the tokens beyond the threshold of the limits
+    largest: float
+    tokens: int
+
+    @classmethod
+    def of(cls, differences: np.ndarray, threshold: float) -> "LogprobDifference":
+        """Return the mean and the largest of these differences [n], n at least 1, and the share of the tokens beyond
+        `threshold`. A difference that is not a number is beyond every threshold."""
+        beyond = ~(differences <= threshold)
+        values = differences.astype(np.float64)
+        return cls(float(values.mean()), float(beyond.mean()), float(values.max()), len(differences))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step."""
+        return {MEAN: self.mean, SHARE: self.share, LARGEST: self.largest}
+
+    def raise_if_beyond(self, limits: LogprobLimits, what: str) -> None:
+        """Raise SyncError if the mean or the share exceeds its limit. `what` begins the message: whose log-probs.
+
+        The share may exceed its limit by three standard deviations of the count of tokens beyond the threshold, so that
+        a few tokens of a short text do not stop a run. With a limit of 0, the default in fp32, any token does.
+        """
+        if not self.mean <= limits.mean:
+            raise SyncError(
+                f"{what} differ by {self.mean:.3g} on average over {self.tokens} tokens "
+                f"(the limit is {limits.mean:g}, by rollout.logprob_tolerance), by up to {self.largest:.3g}. "
+                f"{LIKELY_CAUSES}"
+            )
+        if not self.share <= limits.share + 3 * math.sqrt(limits.share / self.tokens):
+            raise SyncError(
+                f"{what} differ by more than {limits.threshold:g} (by rollout.logprob_tolerance) for "
+                f"{self.share:.3%} of {self.tokens} tokens (the limit is {limits.share:.3%}), "
+                f"by up to {self.largest:.3g}. {LIKELY_CAUSES}"
+            )

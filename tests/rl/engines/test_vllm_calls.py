@@ -47,8 +47,3 @@ def test_log_probs_of_prompts_are_in_the_order_of_the_prompts(engine, adapter):
     found = engine.prompt_logprobs(contexts)
     assert [values.tolist() for values in found] == [(-context).tolist() for context in contexts]
     assert engine.prompt_logprobs([]) == []
-
-
-def test_the_receipt_of_a_sync_is_returned(engine):
-    engine._load_weights = lambda buckets, manifest: (buckets, manifest)
-    assert engine.load_weights("buckets", "manifest") == ("buckets", "manifest")

@@ -9,7 +9,7 @@ import pytest
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
 from ptf.rl.episodes import Episode, run_all
-from ptf.rl.policy.turn_rewards import with_turns
+from ptf.rl.policy.policy import with_turns
 from tests.rl.test_episodes import Scripted, episodes, played
 from tests.rl.test_episodes import environments as environments  # a fixture
 from tests.rl.test_episodes import tokenizer as tokenizer  # a fixture

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ptf.model.sampling import NEVER
-from ptf.rl.engines.drawing import draw
+from ptf.rl.engines.response import draw
 
 
 def apart(logits: Tensor, temperature: Tensor, draws: Tensor, tokens: Tensor) -> float:
