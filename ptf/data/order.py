@@ -13,15 +13,16 @@ of rows R is no multiple of the number of partitions P, R mod P of them have one
 numbers (e·R + k) mod P. Over any number of epochs, no partition reads two rows more than another.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ptf.data.sources.blocks import Block
 from ptf.data.sources.reader import Reader
-from ptf.data.sources.rows import RawRow, fingerprint, raise_if_other_files
+from ptf.data.sources.rows import RawRow, blocks_once, fingerprint, raise_if_other_files
 from ptf.data.stream import Draws, permutation
 from ptf.errors import UserError
 
@@ -66,27 +67,18 @@ class Extent:
         if counts is None and limit is None:
             return None
         blocks: list[tuple[int, int, int, int, int]] = []
-        left = limit
-        for file in range(len(reader.uris)):
-            number = before = 0
-            while left is None or left > 0:
-                if counts is not None:
-                    if number == len(counts[file]):
-                        break
-                    rows, lines = counts[file][number]
-                else:
-                    block = reader.block(file, number)
-                    if block is None:
-                        break
-                    rows, lines = len(block), block.lines
-                counted = rows if left is None else min(rows, left)
-                if counted:
-                    blocks.append((file, number, counted, before, rows))
-                left = None if left is None else left - counted
-                number, before = number + 1, before + lines
-        if not blocks:
+        if counts is None:
+            blocks = [(at.file, at.number, at.rows, at.before, len(at.block)) for at in blocks_once(reader, limit)]
+        left = sys.maxsize if limit is None else limit
+        for file, of_file in enumerate(counts or ()):
+            before = 0
+            for number, (rows, lines) in enumerate(of_file):
+                blocks.append((file, number, min(rows, left), before, rows))
+                left, before = left - min(rows, left), before + lines
+        used = [block for block in blocks if block[2]]
+        if not used:
             raise UserError(f"no rows in {reader.path}")
-        files, numbers, counted_rows, lines_before, whole = np.array(blocks, np.int64).T
+        files, numbers, counted_rows, lines_before, whole = np.array(used, np.int64).T
         return Extent(files, numbers, counted_rows, lines_before, whole, int(counted_rows.sum()))
 
 
@@ -107,7 +99,7 @@ class Ordered:
         # epoch → the order of blocks, rows up to the end of each, ranges of partitions
         self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
-    def partition(self, partition: int, window: int) -> "PartitionSource":
+    def partition(self, partition: int, window: int) -> "Ranges | RoundRobin":
         """Return the rows of a partition; `window` is the number of rows that are read before the first one is
         trained."""
         return Ranges(self, partition, window) if self.by_block else RoundRobin(self, partition)
@@ -164,31 +156,6 @@ def shares(rows: int, partitions: int, epoch: int, key: str) -> np.ndarray:
     return ranges
 
 
-class PartitionSource(Protocol):
-    """The stream of one partition's rows, endless. A row knows its epoch."""
-
-    @property
-    def path(self) -> str:
-        """The path of the source, for messages."""
-        ...
-
-    def __next__(self) -> RawRow:
-        """Return the next row."""
-        ...
-
-    def at(self, file: int, number: int, row: int, epoch: int) -> RawRow:
-        """Return a row that was yielded before."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last row."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; raise UserError if the files are others."""
-        ...
-
-
 class _Partition:
     """What both orders of a partition have in common."""
 
@@ -207,10 +174,6 @@ class _Partition:
             (i,) = np.flatnonzero((extent.files == file) & (extent.numbers == number))
             uri, lines = self._reader.uris[file], int(extent.lines[i])
         return RawRow(block, row, uri, lines, epoch, file, number)
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        """Raise UserError if the state is of other files."""
-        raise_if_other_files(self._reader, state["files"])
 
 
 def changed_error(reader: Reader, file: int) -> UserError:
@@ -301,7 +264,7 @@ class Ranges(_Partition):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; raise UserError if the files are others."""
-        self._check(state)
+        raise_if_other_files(self._reader, state["files"])
         self._begin(int(state["epoch"]))
         self._taken, self._opened = int(state["taken"]), int(state["opened"])
         self._open_blocks = [self._open(int(piece), int(row)) for piece, row in state["heads"]]
@@ -376,9 +339,12 @@ class RoundRobin(_Partition):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; raise UserError if the files are others."""
-        self._check(state)
+        raise_if_other_files(self._reader, state["files"])
         self._begin(int(state["epoch"]))
         self._file, self._block, self._index, self._line = (
             int(state[key]) for key in ("file", "block", "index", "line")
         )
         self._dealt, self._epoch_start = int(state["dealt"]), int(state["epoch_start"])
+
+
+PartitionSource = Ranges | RoundRobin  # the stream of one partition's rows, endless; a row knows its epoch

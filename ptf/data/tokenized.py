@@ -25,7 +25,7 @@ from ptf.data.sample import PackUnit
 from ptf.data.sources.blocks import Block, Row
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, blocks_once
-from ptf.data.token_file import FORM, ROWS_IN_GROUP, LengthRows, RowFile, TokenRows, side_by_side, unit_columns
+from ptf.data.token_file import FORM, ROWS_IN_GROUP, RowFile, TokenRows, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
 from ptf.errors import UserError
@@ -151,15 +151,9 @@ def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> 
 
 def _pieces(reader: Reader, limit: int | None) -> Iterator[tuple[Block, str, int]]:
     """Yield the first `limit` rows of the source in pieces of at most `ROWS_AT_ONCE` rows."""
-    remaining = limit
-    for block, uri, before in blocks_once(reader):
-        end = len(block) if remaining is None else min(len(block), remaining)
-        for at in range(0, end, ROWS_AT_ONCE):
-            yield block.part(at, min(at + ROWS_AT_ONCE, end)), uri, before
-        if remaining is not None:
-            remaining -= end
-            if not remaining:
-                return
+    for block, file, _, before, rows in blocks_once(reader, limit):
+        for at in range(0, rows, ROWS_AT_ONCE):
+            yield block.part(at, min(at + ROWS_AT_ONCE, rows)), reader.uris[file], before
 
 
 def _in_processes(work: _Work, pieces: Iterator[tuple[Block, str, int]], processes: int) -> Iterator[Encoded]:
@@ -219,11 +213,6 @@ def _grouped(encoded: Iterable[Encoded]) -> Iterator[Encoded]:
 def made_by(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the part of the manifest that says how the data were tokenized."""
     return {"tokenizer": tokenizer.identity, "storage": FORM}
-
-
-def lengths_reader(reader: Reader) -> Reader:
-    """Return a reader of the same files that reads only the lengths."""
-    return Reader(reader.path, LengthRows, ["atoms", "lengths"])
 
 
 def decode(row: Row, name: str) -> list[PackUnit]:

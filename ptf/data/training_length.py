@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data import tokenized
 from ptf.data.encode import Encoder
 from ptf.data.mixture import rows_of
 from ptf.data.order import Ordered
@@ -20,8 +19,9 @@ from ptf.data.packing import pack_sample
 from ptf.data.partitions import Partitions
 from ptf.data.prompts import Prompts
 from ptf.data.sample import PackUnit, length
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, blocks_once
-from ptf.data.token_file import placeholder_unit
+from ptf.data.token_file import LengthRows, placeholder_unit
 
 FEW_ROWS = 100_000  # up to so many rows that are not tokenized are encoded for an exact number
 FEW_SAMPLES = 2_000_000  # up to so many samples of a run are packed for an exact number
@@ -39,11 +39,6 @@ class DataPlan:
     steps: tuple[int, int]
     passes: Mapping[str, tuple[float, float] | None]  # over each source; None where its number of rows is not known
     exact: bool
-
-    @property
-    def steps_exact(self) -> bool:
-        """Whether the number of steps is known."""
-        return self.steps[0] == self.steps[1]
 
     def describe(self) -> str:
         """Return the plan as one line of text."""
@@ -74,14 +69,14 @@ def partitions_of_lengths(partitions: Partitions) -> Partitions:
     opened = {name: partitions.opened(name) for name in partitions.sources}
     for name, (ordered, spec) in opened.items():
         if spec.kind == "tokenized" and not partitions.share_prefixes:  # shared prefixes depend on the tokens
-            reader = tokenized.lengths_reader(ordered.reader)
+            reader = Reader(ordered.reader.path, LengthRows, ["atoms", "lengths"])
             opened[name] = Ordered(reader, ordered.key, ordered.partitions, ordered.limit, ordered.shuffled), spec
     lengths: dict[str, Lengths] = {name: {} for name, spec in partitions.sources.items() if spec.kind != "tokenized"}
 
     def wrap(name: str, encoder: Encoder) -> Any:
         return _CachedEncoder(encoder, lengths[name]) if name in lengths else encoder
 
-    return replace(partitions, _opened=opened, reorder=False, wrap=wrap)
+    return replace(partitions, _opened=opened, wrap=wrap)
 
 
 Lengths = dict[tuple[int, int, int], tuple[int, ...]]  # file, block and row → the lengths of its samples
@@ -119,12 +114,10 @@ def rows_taken(partitions: Partitions, served: range, sequences: int | None) -> 
             samples += len(sequence)
             if wanted is not None and samples > most:
                 break
+        scale = 1.0
         if wanted is not None and samples > most:
-            complete = False
-            taken = {name: n + stream.passed[name] * wanted / given for name, n in taken.items()}
-            given = wanted
-        else:
-            taken = {name: n + stream.passed[name] for name, n in taken.items()}
+            complete, scale, given = False, wanted / given, wanted
+        taken = {name: n + stream.passed[name] * scale for name, n in taken.items()}
         if given:
             ends = max(ends, partition + (given - 1) * partitions.partitions + 1)
     return RowsTaken(ends, taken, complete)
@@ -146,7 +139,7 @@ def rows_up_to(partitions: Partitions, name: str, most: int) -> int | None:
     if known is not None:
         return known
     reader, counted = partitions.opened(name)[0].reader, 0
-    for block, _, _ in blocks_once(reader):
+    for block, *_ in blocks_once(reader):
         counted += len(block)
         if counted > most:
             return None
@@ -176,10 +169,8 @@ def planned(
     ends = -(-int(most(run.ends)) // sequences)
     steps = ends if steps is None else min(steps, ends)
     margin = LEAST_MARGIN / 5 if incomplete else 0.0  # the sources take turns, and only a part of the run was read
-    passes: dict[str, tuple[float, float] | None] = {}
-    for name, n in zip(partitions.sources, taken, strict=True):
-        known = rows_up_to(partitions, name, FEW_ROWS)
-        passes[name] = (n / known * (1 - margin), n / known * (1 + margin)) if known else None
+    known = {name: rows_up_to(partitions, name, FEW_ROWS) for name in partitions.sources}
+    passes = _passes(dict(zip(partitions.sources, taken, strict=True)), known, margin)
     return DataPlan((steps, steps), passes, not incomplete)
 
 
@@ -189,12 +180,19 @@ def plan_prompts(prompts: Prompts, in_step: int, steps: int) -> DataPlan:
     Prompts that are drawn to replace others are not counted.
     """
     share, all_of = prompts.shares, sum(prompts.shares.values())
-    passes: dict[str, tuple[float, float] | None] = {}
-    for name, spec in prompts.mixture.sources.items():
-        rows = rows_of(name, spec, prompts.rows[name])
-        number = steps * in_step * share[name] / all_of / rows if rows else None
-        passes[name] = None if number is None else (number, number)
-    return DataPlan((steps, steps), passes, True)
+    taken = {name: steps * in_step * share[name] / all_of for name in share}
+    known = {name: rows_of(name, spec, prompts.rows[name]) for name, spec in prompts.mixture.sources.items()}
+    return DataPlan((steps, steps), _passes(taken, known, 0.0), True)
+
+
+def _passes(
+    taken: Mapping[str, float], known: Mapping[str, float | None], margin: float
+) -> dict[str, tuple[float, float] | None]:
+    """Return the passes over each source, of whose `known` rows so many are taken, with the margin on either side."""
+    return {
+        name: (n / rows * (1 - margin), n / rows * (1 + margin)) if (rows := known[name]) else None
+        for name, n in taken.items()
+    }
 
 
 def describe_order(ordered: Ordered) -> str:
@@ -250,11 +248,7 @@ def estimated(partitions: Partitions, sequences: int, steps: int | None) -> Data
             taken = {name: n * min(1.0, steps * room / max(1.0, tokens)) for name, n in taken.items()}
             low, high = min(steps, low), steps
     spread = 0.0 if ending is not None and steps is None and mixture.ends == "drop" else margin
-    passes: dict[str, tuple[float, float] | None] = {}
-    for name, n in taken.items():
-        there = known[name]
-        passes[name] = (n / there * (1 - spread), n / there * (1 + spread)) if there else None
-    return DataPlan((low, high), passes, False)
+    return DataPlan((low, high), _passes(taken, known, spread), False)
 
 
 def _mean(values: list[int]) -> tuple[float, float]:

@@ -104,7 +104,7 @@ def as_dict(report: Report) -> dict[str, Any]:
     return {
         "sources": {source.name: _source(source, report.planned) for source in report.survey.sources},
         "steps": round(sum(report.planned.steps) / 2) if report.planned else 0,
-        "steps_exact": report.planned is None or report.planned.steps_exact,
+        "steps_exact": report.planned is None or report.planned.steps[0] == report.planned.steps[1],
         "expansion": round(report.expansion, 6),
         "samples": _samples(report),
     }

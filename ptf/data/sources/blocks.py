@@ -124,30 +124,6 @@ class RowGroup:
         return RowGroup(self.table.slice(start, end - start), self.first + start)
 
 
-class DataFile(Protocol):
-    """An open file, whose blocks are numbered from 0.
-
-    A format that can only be read from the beginning skips the blocks before the requested one.
-    """
-
-    def counts(self) -> list[tuple[int, int]] | None:
-        """Return the rows and lines of every block; None where the file would have to be downloaded or decompressed."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """Return how much of the file is read, between 0 and 1."""
-        ...
-
-    def block(self, number: int) -> Block | None:
-        """Return a block by its number; None after the last."""
-        ...
-
-    def close(self) -> None:
-        """Close the file."""
-        ...
-
-
 def open_bytes(uri: str, read_bytes: int = storage.READ_BYTES) -> IO[bytes]:
     """Open a data file, local or remote, to read and to seek in."""
     return hub.open_read(uri, read_bytes) if uri.startswith(hub.PREFIX) else storage.open_read(uri, read_bytes)

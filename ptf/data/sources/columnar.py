@@ -1,16 +1,19 @@
 """Columnar formats: parquet, and Arrow's file format (also feather) and stream format (`datasets.save_to_disk`)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ptf.data.sources.blocks import Block, RowGroup, Tables, local_path, open_bytes, size_of
+from ptf.data.sources.blocks import Block, RowGroup, Tables, local_path, open_bytes
+from ptf.data.sources.in_order import InOrder
 from ptf.errors import UserError
 
 T = TypeVar("T")
+FILE = b"ARROW1"  # the first bytes of the file format; the stream format, of `save_to_disk`, has no such mark
 END = b"\xff\xff\xff\xff\0\0\0\0"  # marks the end of a stream
 
 
@@ -49,107 +52,86 @@ class Parquet:
         self._raw.close()
 
 
-class ArrowFile:
-    """A file of Arrow's file format. A block is a record batch."""
+class RecordBatches:
+    """Record batches of Arrow that are read by their number, of which each is a block.
 
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
-        self._raw = pa.memory_map(local) if (local := local_path(uri)) else open_bytes(uri)
-        self._file = readable(uri, "arrow", lambda: pa.ipc.open_file(self._raw))
-        self._local, self._blocks = local is not None, self._file.num_record_batches
+    They are those of its file format, or of its stream format on this machine: a local file is mapped into memory, so a
+    batch is read from disk when its rows are requested.
+    """
+
+    def __init__(self, uri: str, raw: Any, batch: Callable[[int], pa.RecordBatch], number: int) -> None:
+        self._uri, self._raw, self._of_number, self._number = uri, raw, batch, number
         self.share = 0.0
 
     def counts(self) -> list[tuple[int, int]] | None:
         """Return the rows of every batch of a local file; None for a remote one.
 
-        Each batch holds its own row count: a local file is mapped into memory, a remote one would take a request for
-        each batch.
+        Each batch holds its own row count: a remote file would take a request for each batch.
         """
-        return (
-            row_and_line_counts(self._batch(number).num_rows for number in range(self._blocks)) if self._local else None
-        )
+        if local_path(self._uri) is None:
+            return None
+        return row_and_line_counts(self._batch(number).num_rows for number in range(self._number))
 
     def block(self, number: int) -> RowGroup | None:
         """Return a record batch; None after the last."""
-        if number >= self._blocks:
+        if number >= self._number:
             return None
-        self.share = (number + 1) / self._blocks
+        self.share = (number + 1) / self._number
         return RowGroup(pa.Table.from_batches([self._batch(number)]))
 
     def _batch(self, number: int) -> pa.RecordBatch:
         """Return a record batch. Raises UserError where it cannot be read."""
-        return readable(f"{self._uri}: record batch {number}", "arrow", partial(self._file.get_batch, number))
+        return readable(f"{self._uri}: record batch {number}", "arrow", partial(self._of_number, number))
 
     def close(self) -> None:
         """Close the file."""
         self._raw.close()
 
 
-class ArrowStream:
-    """A file of Arrow's stream format. A block is a record batch.
+class RemoteStream(InOrder):
+    """A file of Arrow's stream format in a store. A block is a record batch."""
 
-    A local file is mapped into memory: its batches are listed when it is opened, and read from disk when their rows are
-    requested. A remote file is read in order; an earlier block starts again from the beginning.
-    """
+    def _rows(self) -> Iterator[pa.RecordBatch]:
+        """Yield the record batches."""
+        return batches(self._uri, self._file)
 
-    def __init__(self, uri: str) -> None:
-        self._uri, self._size, local = uri, size_of(uri), local_path(uri)
-        self._batches: list[pa.RecordBatch] | None = None
-        self._raw: Any = pa.memory_map(local) if local else None
-        self.share = 0.0
-        if local is None:
-            self._open()
-            return
-        self._stream, self._batches = readable(uri, "arrow", lambda: pa.ipc.open_stream(self._raw)), []
-        while (batch := self._next_batch()) is not None:
-            self._batches.append(batch)
-
-    def counts(self) -> list[tuple[int, int]] | None:
-        """Return the rows of every batch of a local file; None for a remote one."""
-        return None if self._batches is None else row_and_line_counts(batch.num_rows for batch in self._batches)
-
-    def _open(self) -> None:
-        self._raw = open_bytes(self._uri)
-        self._stream, self._number = readable(self._uri, "arrow", lambda: pa.ipc.open_stream(self._raw)), 0
-
-    def _next_batch(self) -> pa.RecordBatch | None:
-        """Return the next record batch; None after the last. Raises UserError for a truncated file."""
-        number = len(self._batches) if self._batches is not None else self._number
-        try:
-            return readable(f"{self._uri}: record batch {number}", "arrow", self._stream.read_next_batch)
-        except StopIteration:
-            if not self._ended():
-                raise UserError(
-                    f"{self._uri}: breaks off after record batch {number}: its end mark is missing"
-                ) from None
+    def _until(self, end: int) -> RowGroup | None:
+        """Return the next record batch; None after the last."""
+        batch = next(self._remaining, None)
+        if batch is None:
+            self._ended, self._next = True, self._next - 1
             return None
+        return RowGroup(pa.Table.from_batches([batch]))
 
-    def _ended(self) -> bool:
-        """Return whether the file ends with the format's end mark."""
-        with open_bytes(self._uri) as file:
-            file.seek(max(0, self._size - len(END)))
-            return file.read(len(END)) == END
 
-    def block(self, number: int) -> RowGroup | None:
-        """Return a record batch; None after the last."""
-        if self._batches is not None:
-            if number >= len(self._batches):
-                return None
-            self.share = (number + 1) / len(self._batches)
-            return RowGroup(pa.Table.from_batches([self._batches[number]]))
-        if number < self._number:
-            self.close()
-            self._open()
-        while (batch := self._next_batch()) is not None:
-            self._number += 1
-            if self._number > number:
-                self.share = self._raw.tell() / max(1, self._size)
-                return RowGroup(pa.Table.from_batches([batch]))
-        return None
+def open_arrow(uri: str) -> RecordBatches | RemoteStream:
+    """Open a file of Arrow's file format or of its stream format."""
+    local = local_path(uri)
+    with open_bytes(uri) as file:
+        is_stream = file.read(len(FILE)) != FILE
+    if is_stream and local is None:
+        return RemoteStream(uri, 0)
+    raw = pa.memory_map(local) if local else open_bytes(uri)
+    if is_stream:
+        listed = list(batches(uri, raw))
+        return RecordBatches(uri, raw, listed.__getitem__, len(listed))
+    opened = readable(uri, "arrow", lambda: pa.ipc.open_file(raw))
+    return RecordBatches(uri, raw, opened.get_batch, opened.num_record_batches)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._raw.close()
+
+def batches(uri: str, raw: Any) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a stream. Raises UserError for a truncated file."""
+    stream = readable(uri, "arrow", lambda: pa.ipc.open_stream(raw))
+    for number in count():
+        try:
+            batch = readable(f"{uri}: record batch {number}", "arrow", stream.read_next_batch)
+        except StopIteration:
+            with open_bytes(uri) as file:
+                file.seek(max(0, file.seek(0, 2) - len(END)))
+                if file.read(len(END)) != END:
+                    raise UserError(f"{uri}: breaks off after record batch {number}: its end mark is missing") from None
+            return
+        yield batch
 
 
 def row_and_line_counts(rows: Iterable[int]) -> list[tuple[int, int]]:

@@ -60,12 +60,6 @@ class DataFiles:
         return [int(stamp.split(" ")[0]) for stamp in self.stamps.values()]
 
 
-def data_files(location: str) -> dict[str, str]:
-    """Return the data files of a location, in the order they are read, and the stamp of each
-    (ptf.storage.change_stamps)."""
-    return dict(resolve_files(location).stamps)
-
-
 def resolve_files(location: str) -> DataFiles:
     """Return the data files of a location: a file, directory, glob, URI or dataset of the Hub, with or without
     `:config:split`.
@@ -93,12 +87,10 @@ def _on_hub(repo: hub.Repo) -> DataFiles:
     inside = [name for name in tree if not repo.inside or _matches(name, repo.inside)]
 
     def read(name):
-        return hub.read_text(repo.id, commit, name)
+        with hub.open_read(hub.uri(repo.id, commit, name)) as file:
+            return file.read().decode()
 
-    if repo.inside:
-        chosen = choose(inside, read, str(repo), None, repo.split)
-    else:
-        chosen = choose(inside, read, str(repo), repo.config, repo.split, folders_are_configs=True)
+    chosen = choose(inside, read, str(repo), repo.config, repo.split, folders_are_configs=not repo.inside)
     if not chosen:
         script = any(name.endswith(".py") for name in tree)
         raise UserError(

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from ptf import storage
 from ptf.errors import UserError
@@ -51,8 +51,7 @@ class Repo:
         return f"{PREFIX}{self.id}@{commit}{inside}{chosen}" + (f":{self.split}" if self.split else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A file of a commit."""
 
     size: int
@@ -115,7 +114,7 @@ def tree(id: str, commit: str) -> dict[str, Entry]:
     if cached.is_file():
         try:
             listing = storage.read_record(str(cached), "", {"id": id, "commit": commit})["files"]
-            return {name: Entry(size, oid) for name, (size, oid) in listing.items()}
+            return {name: Entry(*entry) for name, entry in listing.items()}
         except storage.Corrupt:
             cached.unlink()  # it is requested again
     _check_reachable(id, commit)
@@ -130,15 +129,8 @@ def tree(id: str, commit: str) -> dict[str, Entry]:
         file.path: Entry(file.size, file.lfs.sha256 if file.lfs else file.blob_id)
         for file in sorted(files, key=lambda file: file.path)
     }
-    listed_files = {name: [entry.size, entry.oid] for name, entry in entries.items()}
-    _write(cached, storage.record_text({"id": id, "commit": commit, "files": listed_files}).encode())
+    _write(cached, storage.record_text({"id": id, "commit": commit, "files": entries}).encode())
     return entries
-
-
-def read_text(id: str, commit: str, name: str) -> str:
-    """Return the text of a small file of a commit."""
-    with open_read(uri(id, commit, name)) as file:
-        return file.read().decode()
 
 
 def open_read(uri: str, read_bytes: int = PIECE) -> IO[bytes]:
@@ -165,10 +157,8 @@ def _resolve(id: str, revision: str | None) -> str:
         raise UserError(_unavailable(id, revision, str(error))) from None
 
 
-@functools.lru_cache(maxsize=64)
-def _check_reachable(id: str, commit: str) -> None:
-    """Check once per process and commit that the Hub can be reached, before requests are retried."""
-    _resolve(id, commit)
+# once per process and commit, before requests are retried
+_check_reachable = functools.lru_cache(maxsize=64)(_resolve)
 
 
 def _unavailable(id: str, revision: str | None, why: str) -> str:

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import IO
 
-from ptf.data.sources.blocks import Lines, open_bytes, size_of
+from ptf.data.sources.blocks import open_bytes
+from ptf.data.sources.in_order import InOrder
 from ptf.data.sources.json_values import NESTED
 from ptf.data.sources.jsonl import Jsonl
 from ptf.errors import UserError
@@ -116,74 +117,40 @@ class Text:
         return bool(data)
 
 
-class JsonArray:
-    """The rows of a `.json` file. Block n holds the elements that end in the n-th `lines_bytes` of the file.
-
-    An earlier block starts again from the beginning.
-    """
+class JsonArray(InOrder):
+    """The rows of a `.json` file that is an array, or that has one under a key."""
 
     def __init__(self, uri: str, lines_bytes: int, key: str | None) -> None:
-        """Open a file that is an array, or that has one under a key."""
-        self._uri, self._lines_bytes, self._size, self._key = uri, lines_bytes, size_of(uri), key
-        self._open()
-
-    def counts(self) -> None:
-        """Return None: counting the rows would take reading the whole file."""
+        self._key = key
+        super().__init__(uri, lines_bytes)
 
     @property
     def share(self) -> float:
         """Return how much of the file is read, between 0 and 1."""
-        return self._text.position / max(1, self._size)
+        return self._at / max(1, self._size)
 
     def _open(self) -> None:
         """Open the file at its array of rows."""
-        self._file = open_bytes(self._uri)
+        super()._open()
         self._text = Text(self._uri, self._file)
         if self._text.peek() == "{":
             for key in self._text.fields():
                 if key == self._key and self._text.peek() == "[":
                     break
                 self._text.value()
-        self._elements, self._done, self._next = self._objects(), False, 0
-        self._lines_before = 0
+        self._at = self._text.position
 
-    def block(self, number: int) -> Lines | None:
-        """Return a block of elements; None after the last."""
-        if number < self._next:
-            self.close()
-            self._open()
-        while not self._done:
-            self._next += 1  # before the reading, so that one that failed starts again
-            lines = self._until(self._next * self._lines_bytes)
-            if self._next > number:
-                return lines
-        return None
-
-    def _until(self, end: int) -> Lines:
-        """Return the elements that begin before byte `end`."""
-        texts, numbers, start = [], [], self._lines_before
-        while self._text.position < end and not self._done:
-            if element := next(self._elements, None):
-                texts.append(element[0])
-                numbers.append(element[1] - start)
-            self._done = element is None
-        self._lines_before = self._text.line
-        return Lines(texts, numbers, self._lines_before - start, sum(map(len, texts)))
-
-    def _objects(self) -> Iterator[tuple[bytes, int]]:
+    def _rows(self) -> Iterator[tuple[bytes, int]]:
         """Yield each element and the lines before it."""
         text = self._text
         for _ in text.members("]"):
             if text.peek() not in ("{", ""):
                 raise text.error("the array holds something else than objects")
-            line = text.line
-            yield text.value(), line
+            line, element = text.line, text.value()
+            self._at, self._line = text.position, text.line
+            yield element, line
         if self._key is None and text.peek():
             raise text.error("there is more text after the end of the array; write the rows as JSON lines")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def open_json(uri: str, lines_bytes: int) -> JsonArray | Jsonl:

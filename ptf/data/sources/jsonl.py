@@ -3,11 +3,13 @@
 import gzip
 import io
 import zlib
+from collections.abc import Iterator
 from typing import IO, cast
 
 import pyarrow as pa
 
-from ptf.data.sources.blocks import Lines, local_path, open_bytes, size_of
+from ptf.data.sources.blocks import Lines, local_path, open_bytes
+from ptf.data.sources.in_order import InOrder
 from ptf.errors import UserError
 
 
@@ -51,62 +53,20 @@ class Jsonl:
         self._file.close()
 
 
-class Compressed:
-    """A compressed file (`.gz`, `.zst`), in blocks of its decompressed text.
+class Compressed(InOrder):
+    """A compressed file (`.gz`, `.zst`) of lines."""
 
-    An earlier block starts again from the beginning.
-    """
-
-    def __init__(self, uri: str, lines_bytes: int) -> None:
-        self._uri, self._lines_bytes, self._size = uri, lines_bytes, size_of(uri)
-        self._open()
-
-    def counts(self) -> None:
-        """Return None: counting the rows would take decompressing the whole file."""
-
-    @property
-    def share(self) -> float:
-        """Return how much of the file is read, between 0 and 1."""
-        return self._raw.tell() / max(1, self._size)
-
-    def _open(self) -> None:
-        """Open the file at its beginning."""
-        self._raw = open_bytes(self._uri)
-        self._file = decompressed(self._raw, self._uri)
-        self._next = self._line = self._at = 0
-
-    def block(self, number: int) -> Lines | None:
-        """Return a block of lines; None after the last."""
-        if number < self._next:
-            self.close()
-            self._open()
-        while True:
-            texts = self._lines((self._next + 1) * self._lines_bytes)
-            self._next += 1
-            if not texts and self._at < self._next * self._lines_bytes:
-                self._next -= 1
-                return None
-            if self._next > number:
-                return Lines.of(texts)
-
-    def _lines(self, end: int) -> list[bytes]:
-        """Return the lines that begin before byte `end` of the decompressed text."""
-        texts: list[bytes] = []
+    def _rows(self) -> Iterator[tuple[bytes, int]]:
+        """Yield each line and the number of lines before it."""
+        file = decompressed(self._file, self._uri)
         try:
-            while self._at < end and (text := self._file.readline()):
-                texts.append(text)
-                self._at += len(text)
+            while text := file.readline():
+                self._at, self._line = self._at + len(text), self._line + 1
+                yield text if text.strip() else b"", self._line - 1
         except UserError:  # an error of the object store
             raise
         except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowException, OSError) as e:
-            raise UserError(f"{self._uri}: cannot be decompressed after line {self._line + len(texts)}: {e}") from None
-        self._line += len(texts)
-        return texts
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-        self._raw.close()
+            raise UserError(f"{self._uri}: cannot be decompressed after line {self._line}: {e}") from None
 
 
 def decompressed(raw: IO[bytes], name: str) -> IO[bytes]:

@@ -12,11 +12,16 @@ from concurrent.futures import Future
 from typing import Any
 
 from ptf import storage
-from ptf.data.sources.blocks import Block, DataFile, RowGroup, Tables
+from ptf.data.sources.blocks import Block, RowGroup, Tables
+from ptf.data.sources.columnar import Parquet, RecordBatches, open_arrow
+from ptf.data.sources.csv_rows import Csv
 from ptf.data.sources.files import resolve_files
-from ptf.data.sources.formats import open_file
+from ptf.data.sources.in_order import InOrder
+from ptf.data.sources.json_array import open_json
+from ptf.data.sources.jsonl import Compressed, Jsonl
 
-LINES_BYTES = 1 << 20
+DataFile = Parquet | RecordBatches | Jsonl | InOrder  # an open file, whose blocks are numbered from 0
+LINES_BYTES = 1 << 20  # of text, in a block of a format that has no blocks of its own
 KEEP_BYTES = 64 << 20  # of blocks that some partition may still be reading
 KEEP_FILES = 16  # open at the same time
 
@@ -111,11 +116,25 @@ class Reader:
     def _file(self, file: int) -> DataFile:
         """Return an open file, and close the one that was not used for longest where too many are open."""
         if file not in self._files:
-            self._files[file] = open_file(self.uris[file], LINES_BYTES, self._of_table, self._footers, self._columns)
+            self._files[file] = self._open(self.uris[file])
             if len(self._files) > KEEP_FILES:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(file)
         return self._files[file]
+
+    def _open(self, uri: str) -> DataFile:
+        """Open a data file, whose name gives its format. Raises UserError where it cannot be read."""
+        if uri.endswith(".parquet"):
+            return Parquet(uri, self._of_table, self._footers, self._columns)
+        if uri.endswith((".arrow", ".feather")):
+            return open_arrow(uri)
+        if uri.endswith((".jsonl.gz", ".jsonl.zst")):
+            return Compressed(uri, LINES_BYTES)
+        if uri.endswith(".csv"):
+            return Csv(uri, LINES_BYTES)
+        if uri.endswith(".json"):
+            return open_json(uri, LINES_BYTES)
+        return Jsonl(uri, LINES_BYTES)
 
     @property
     def rows(self) -> float:

@@ -6,11 +6,13 @@ Which rows a data partition reads, and in which order, is decided in ptf/data/or
 import hashlib
 import json
 import posixpath
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ptf.data.sources.blocks import Block, Row
-from ptf.data.sources.files import data_files, described, resolve_files
+from ptf.data.sources.files import described, resolve_files
 from ptf.data.sources.reader import Reader
 from ptf.errors import UserError
 
@@ -52,28 +54,35 @@ class RawRow:
         return f"{self.uri}:{self.before + self.block.line(self.row) + 1}"
 
 
+class ReadBlock(NamedTuple):
+    """A block as a pass over a source reads it, and how many of its rows count: the first ones."""
+
+    block: Block
+    file: int
+    number: int  # of the block in the file
+    before: int  # lines of the file before the block
+    rows: int
+
+
 def rows_once(reader: Reader, limit: int | None = None) -> Iterator[RawRow]:
     """Yield every row once, in file order; with `limit`, only the first rows."""
-    count = 0
-    for block, uri, before in blocks_once(reader):
-        for i in range(len(block) if limit is None else min(len(block), limit - count)):
-            yield RawRow(block, i, uri, before)
-        count += len(block)
-        if limit is not None and count >= limit:
-            return
+    for block, file, number, before, rows in blocks_once(reader, limit):
+        for i in range(rows):
+            yield RawRow(block, i, reader.uris[file], before, 0, file, number)
 
 
-def blocks_once(reader: Reader) -> Iterator[tuple[Block, str, int]]:
-    """Yield every block once, in file order, with its file and the number of lines before it there.
+def blocks_once(reader: Reader, limit: int | None = None) -> Iterator[ReadBlock]:
+    """Yield every block once, in file order; with `limit`, only those of the first rows.
 
     Raises UserError where no block has a row.
     """
-    empty = True
-    for file, uri in enumerate(reader.uris):
+    empty, left = True, sys.maxsize if limit is None else limit
+    for file in range(len(reader.uris)):
         number = before = 0
-        while (block := reader.block(file, number)) is not None:
-            empty = empty and not len(block)
-            yield block, uri, before
+        while left and (block := reader.block(file, number)) is not None:
+            rows = min(len(block), left)
+            empty, left = empty and not rows, left - rows
+            yield ReadBlock(block, file, number, before, rows)
             number, before = number + 1, before + block.lines
     if empty:
         raise UserError(f"no rows in {reader.path}")
@@ -121,7 +130,7 @@ def stamps(sources: Mapping[str, SourceSpec]) -> dict[str, str]:
     """
     digests = {}
     for name, spec in sources.items():
-        files = data_files(spec.path)
+        files = resolve_files(spec.path).stamps
         # Paths count from the files' common directory, so the hash does not depend on where they are.
         above = len(posixpath.dirname(posixpath.commonprefix(list(files))))
         digests[name] = hashlib.sha256(
