@@ -28,9 +28,9 @@ from flow_runs import results_page
 from pages import head, table, write_page
 
 from ptf import storage
-from ptf.data import encode, encoded, loader, mixer, order, packing, stream, token_file, tokenized
+from ptf.data import encode, encoded, loader, mixture, order, packing, stream, token_file, tokenized
+from ptf.data.batch import Documents
 from ptf.data.character_tokenizer import character_tokenizer
-from ptf.data.documents import Documents
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.sample import Sample
@@ -118,7 +118,7 @@ STAGES = {
     "samples of a row, and counts": [(encode.Encoder, "__call__")],
     "their places": [(encoded.Encoded, "__next__")],
     "shuffle": [(stream.Shuffle, "__next__")],
-    "mixture": [(mixer.Mixer, "__next__")],
+    "mixture": [(mixture.Mixer, "__next__")],
     "packing": [(packing.Packer, "__next__")],
     "states of the partitions": [(Loader, "_snapshot")],
     "columns of a step's documents": [(Documents, "of")],

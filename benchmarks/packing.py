@@ -45,8 +45,7 @@ def mixes(count: int) -> dict[str, np.ndarray]:
 def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
     """Fill, documents a second of packing alone and with sequences laid out, the longest wait in sequences,
     and the sequences by numbers of their documents."""
-    from ptf.data.batch import Memory, lay_out
-    from ptf.data.documents import Documents
+    from ptf.data.batch import Documents, Memory, lay_out
     from ptf.data.packing import Packer
     from ptf.data.sample import Sample
 

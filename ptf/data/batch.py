@@ -8,14 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.data.documents import Documents
-from ptf.data.sample import PackUnit
+from ptf.data.sample import PackUnit, Sample
 from ptf.varlen import Varlen
 
 
@@ -23,6 +22,37 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on a device; a GPU copies from page-locked memory while the host goes on."""
     pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_pinned() else tensor
     return pinned.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Documents:
+    """The documents of packed sequences as columns with one entry per document: what laying them out needs."""
+
+    sequences: Sequence[int]  # documents of each sequence
+    units: Sequence[int]  # pack units of each sequence
+    owned: Sequence[int]  # documents of each pack unit
+    lengths: Sequence[int]  # tokens of each document
+    tokens: np.ndarray  # [tokens of all documents] int32, one document after the other
+    weights: np.ndarray  # [tokens of all documents] float32
+    sources: Sequence[str]
+    prefix_lengths: Sequence[int]  # tokens that each document shares with an earlier one, and omits
+    token_columns: Sequence[Mapping[str, np.ndarray]]  # per-token values of each document
+
+    @staticmethod
+    def of(sequences: Sequence[Sequence[PackUnit]]) -> "Documents":
+        """Return the columns of sequences that are given as pack units."""
+        samples: list[Sample] = list(chain.from_iterable(chain.from_iterable(sequences)))
+        return Documents(
+            [sum(map(len, sequence)) for sequence in sequences],
+            [*map(len, sequences)],
+            [*map(len, chain.from_iterable(sequences))],
+            [len(sample.tokens) for sample in samples],
+            np.concatenate([np.zeros(0, np.int32), *(sample.tokens for sample in samples)], dtype=np.int32),
+            np.concatenate([sample.loss_weights for sample in samples] or [np.zeros(0, np.float32)]),
+            [sample.source for sample in samples],
+            [sample.prefix_length for sample in samples],
+            [sample.token_columns for sample in samples],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +139,6 @@ class Memory:
         return self._blocks[-1]
 
 
-PLACES_AT_ONCE = 8192  # tokens; 64 KiB of int64
 HELD_HERE = 2  # the list, and the argument of getrefcount
 
 
@@ -122,8 +151,7 @@ def lay_out(
     document, so all sequences are laid out together.
     """
     sequences = len(documents.sequences)
-    counts = documents.lengths
-    lengths = np.array(counts, np.int64)
+    lengths = np.array(documents.lengths, np.int64)
     before = np.cumsum([0, *documents.sequences])  # documents before each sequence, and in all
     ends = np.concatenate([[0], np.cumsum(lengths)])
     filled = np.diff(ends[before])
@@ -141,7 +169,7 @@ def lay_out(
     units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
     firsts = range(0, max(1, sequences), micro_batch_sequences)  # the first sequence of each batch
     in_batches = np.diff(before[[*firsts, sequences]])  # documents in each batch
-    numbers = np.arange(len(counts)) - np.repeat(before[[*firsts]], in_batches)
+    numbers = np.arange(len(lengths)) - np.repeat(before[[*firsts]], in_batches)
     offsets = starts - np.array(documents.prefix_lengths, np.int64)
     room = before[1:] + np.arange(sequences)  # the padding of a sequence is one more document after its own
     spans, numbers, offsets = (
@@ -150,7 +178,9 @@ def lay_out(
         _interleave(offsets, room, 0),
     )
     document_cuts = [n + sequence for sequence, n in enumerate(cuts)]
-    _fill_places(arrays, spans, numbers, offsets, document_cuts, pads)
+    arrays["segments"].reshape(-1)[:] = np.repeat(numbers, spans)
+    np.subtract(np.arange(sequences * seq_len), np.repeat(offsets, spans), out=arrays["positions"].reshape(-1))
+    arrays["positions"][arrays["segments"] < 0] = 0
     batches = []
     for first in firsts:
         end = min(first + micro_batch_sequences, sequences)
@@ -162,7 +192,7 @@ def lay_out(
             Batch(
                 **part,
                 units=torch.from_numpy(units),
-                lengths=tuple(counts[start:stop]),
+                lengths=tuple(documents.lengths[start:stop]),
                 prefix_lengths=prefix_lengths,
                 sources=tuple(documents.sources[start:stop]),
                 trained_positions=torch.from_numpy(np.flatnonzero(arrays["loss_weights"][first:end] != 0)),
@@ -221,35 +251,6 @@ def _fill_tokens(
     arrays["targets"][:, -1], arrays["loss_weights"][:, -1] = 0, 0.0
 
 
-def _fill_places(
-    arrays: Mapping[str, np.ndarray],
-    spans: np.ndarray,
-    numbers: np.ndarray,
-    offsets: np.ndarray,
-    cuts: Sequence[int],
-    pads: Sequence[int],
-) -> None:
-    """Fill in segments and positions from the lengths of the spans (documents and paddings), their numbers,
-    and the places of position 0.
-
-    `cuts` has the number of spans before each sequence; the last span of a sequence is its padding, of `pads` tokens.
-    A few sequences are filled at a time, so that the temporary arrays stay in the processor's cache.
-    """
-    sequences, seq_len = arrays["segments"].shape
-    segments, positions = arrays["segments"].reshape(-1), arrays["positions"].reshape(-1)
-    together = max(1, PLACES_AT_ONCE // seq_len)
-    ramp = np.arange(together * seq_len)
-    for first in range(0, sequences, together):
-        start, end = first * seq_len, min(first + together, sequences) * seq_len
-        inside = slice(cuts[first], cuts[min(first + together, sequences)])
-        segments[start:end] = np.repeat(numbers[inside], spans[inside])
-        begins = np.repeat(offsets[inside] - start, spans[inside])
-        np.subtract(ramp[: end - start], begins, out=positions[start:end])
-    for sequence, n in enumerate(pads):
-        if n:
-            arrays["positions"][sequence, seq_len - n :] = 0
-
-
 def _interleave(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> np.ndarray:
     """Return `values` with further elements inserted so that they stand at the indices `at`."""
     result = np.empty(len(values) + len(at), np.int64)
@@ -262,11 +263,8 @@ def _interleave(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> n
 def _spread_columns(
     carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-    """Return each column for all sequences, with zeros for documents that do not carry it; an empty dict if no document
-    carries any (`carried` is empty)."""
+    """Return each column for all sequences, with zeros for documents that do not carry it."""
     result: dict[str, np.ndarray] = {}
-    if not carried:
-        return result
     for at, token_columns in zip(starts, carried, strict=True):
         for name, values in token_columns.items():
             if name not in result:

@@ -4,20 +4,50 @@ A stream unit that waits in a partition's windows is identified by the place tha
 places, and the process that continues from the state reads the stream units again.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ptf.data.baskets import reorder_baskets
 from ptf.data.encode import Encoder
 from ptf.data.order import PartitionSource
-from ptf.data.sample import PackUnit
+from ptf.data.sample import PackUnit, length
 from ptf.data.sources.rows import RawRow
 from ptf.data.stream import Deferred
-from ptf.data.stream_unit import StreamUnit
 from ptf.errors import UserError
+
+
+class StreamUnit(NamedTuple):
+    """What the streams of a partition yield: a pack unit, and the place that it was read from."""
+
+    unit: PackUnit
+    source: str  # the source that the row was read from
+    epoch: int
+    file: int
+    block: int  # its number in the file
+    row: int
+    number: int  # of the unit among the row's units
+    empty_before: int  # rows just before it that gave no unit
+    rows: float  # rows that the unit stands for: the rows `empty_before`, and the unit's share of its own row
+
+    @property
+    def length(self) -> int:
+        """The tokens of the pack unit."""
+        return length(self.unit)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Epoch, file, block, row, number in the row, empty rows before it, checksum.
+
+        When the stream unit is read again, the checksum of its tokens shows whether it is the same one.
+        """
+        crc = 0
+        for sample in self.unit:
+            crc = zlib.crc32(np.ascontiguousarray(sample.tokens).data, crc)
+        return *self[2:8], crc - (1 << 31)
 
 
 @dataclass(eq=False)
@@ -33,7 +63,7 @@ class Encoded:
     reread_encoder: Encoder  # for rows that were encoded before
     patience: int  # epochs without a sample, after which `any_sample` says whether any row of the source gives one
     any_sample: Callable[[], bool]
-    reorder: str | None  # names the randomness by which baskets are reordered
+    reorder: str  # names the randomness by which the events of a basket are permuted each time it is read
     _pending: list[StreamUnit] = field(default_factory=list)  # units of the last row, the next one last
     _empty_rows: int = 0  # rows without a sample since the last row with one
     _last_epoch: int = 0  # the epoch of the last row with a sample
@@ -56,15 +86,11 @@ class Encoded:
 
     def _items(self, row: RawRow, units: Sequence[PackUnit], empty_rows: int) -> list[StreamUnit]:
         """Return the stream units of one row."""
-        if self.reorder is not None:
-            units = [
-                reorder_baskets(unit, f"{self.reorder}/{(row.epoch, row.file, row.number, row.row, i)}")
-                for i, unit in enumerate(units)
-            ]
-        n, place = len(units), (self.name, row.epoch, row.file, row.number, row.row)
+        n, place = len(units), (row.epoch, row.file, row.number, row.row)
+        ordered = [reorder_baskets(unit, f"{self.reorder}/{(*place, i)}") for i, unit in enumerate(units)]
         return [
-            StreamUnit(unit, *place, i, 0 if i else empty_rows, (0 if i else empty_rows) + 1 / n)
-            for i, unit in enumerate(units)
+            StreamUnit(unit, self.name, *place, i, 0 if i else empty_rows, (0 if i else empty_rows) + 1 / n)
+            for i, unit in enumerate(ordered)
         ]
 
     def dump(self, items: Sequence[StreamUnit]) -> np.ndarray:

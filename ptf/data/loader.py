@@ -8,53 +8,23 @@ the sequences of its own partitions; the rank of a group that trains a sequence 
 attention (ptf/data/rank_balancing.py).
 """
 
-import contextlib
-import itertools
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ptf.data.batch import Batch, Memory, lay_out
-from ptf.data.documents import Documents
+from ptf.data.batch import Batch, Documents, Memory, lay_out
 from ptf.data.packing import idle
+from ptf.data.partitions import Partitions
 from ptf.data.rank_balancing import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
 from ptf.data.sample import PackUnit
-from ptf.data.stream import Stream, settle
+from ptf.data.stream import settle
 from ptf.errors import UserError
 
 AHEAD = 4  # global steps that are packed ahead
-
-
-class PackedPartition(Stream[list[PackUnit]], Protocol):
-    """A partition: packed sequences, and running totals of the samples and rows that they were made from."""
-
-    def counts(self) -> Mapping[str, int]:
-        """Return the running totals."""
-        ...
-
-
-class PartitionFactory(Protocol):
-    """Makes the partitions of a run."""
-
-    def __call__(self, partition: int) -> PackedPartition:
-        """Return the partition with the number `partition`, from its beginning."""
-        ...
-
-    @property
-    def endless(self) -> bool:
-        """Whether the partitions never end."""
-        ...
-
-
-def _remaining(stream: Stream[Any]) -> Iterator[Any]:
-    """Iterate over the remaining items of a stream."""
-    with contextlib.suppress(StopIteration):
-        while True:
-            yield next(stream)
 
 
 _States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # the state of each partition after a step, and the counts
@@ -76,7 +46,7 @@ class Loader(Iterator[list[Batch]]):
 
     def __init__(
         self,
-        partition_factory: PartitionFactory,
+        partition_factory: Partitions,
         *,
         partitions: int,
         sequences: int,
@@ -205,9 +175,8 @@ class Loader(Iterator[list[Batch]]):
         template = self._template or next((sequence[0] for sequence in sequences if sequence), None)
         if template is None:
             # from any partition that has sequences
-            streams = (self._factory(partition) for partition in range(self._partitions))
-            firsts = (sequence for stream in streams for sequence in itertools.islice(_remaining(stream), 1))
-            template = next(firsts)[0]
+            firsts = (next(self._factory(partition), None) for partition in range(self._partitions))
+            template = next(sequence[0] for sequence in firsts if sequence)
         self._template = template
         return template
 
@@ -253,11 +222,6 @@ class Loader(Iterator[list[Batch]]):
         self.step += 1
         self.fill, self.numbers, self._states, self.counts = item.fill, item.numbers, item.states, item.counts
         return item.batches
-
-    @property
-    def endless(self) -> bool:
-        """Whether the data never end."""
-        return self._factory.endless
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last step that was yielded, with the partitions that this rank serves."""

@@ -54,71 +54,52 @@ class Packer(Iterator[list[T]], Generic[T]):
     def _admit(self, units: Iterator[T] | Stream[T], most: int) -> None:
         """Fill the window up to `most` units. Raise UserError for one that is longer than a sequence."""
         while len(self._window) < most:
-            try:
-                unit = next(units)
-            except StopIteration:
+            unit = next(units, None)
+            if unit is None:
                 return
-            n = self._length(unit)
+            n = self._size(unit)
+            if n > self._seq_len:
+                raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {self._seq_len}")
             self._window[self._arrivals] = unit
             self._ages.setdefault(n, []).append(self._arrivals)
             self._bits |= 1 << n
             self._mirror |= 1 << (self._seq_len - n)
             self._arrivals += 1
 
-    def _length(self, unit: T) -> int:
-        """Return the tokens of a unit. Raise UserError for one that is longer than a sequence."""
-        n = self._size(unit)
-        if n > self._seq_len:
-            raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {self._seq_len}")
-        return n
-
     def __next__(self) -> list[T]:
         self._admit(self._units, self._lookahead)
         if not self._window:
             raise StopIteration
-        window, ages, seq_len, size, units = self._window, self._ages, self._seq_len, self._size, self._units
-        bits, mirror, arrivals = self._bits, self._mirror, self._arrivals
-        n = size(next(iter(window.values())))
-        sequence, room = [], seq_len
-        while True:  # once for each unit, with nothing but local names
-            of_this_length = ages[n]
-            sequence.append(window.pop(of_this_length.pop(0)))
+        sequence, room = list[T](), self._seq_len
+        n: int | None = self._size(next(iter(self._window.values())))
+        while n is not None:
+            of_this_length = self._ages[n]
+            sequence.append(self._window.pop(of_this_length.pop(0)))
             if not of_this_length:
-                del ages[n]
-                bits ^= 1 << n
-                mirror ^= 1 << (seq_len - n)
+                del self._ages[n]
+                self._bits ^= 1 << n
+                self._mirror ^= 1 << (self._seq_len - n)
             room -= n
-            more = next(units, None)
-            if more is not None:
-                n = size(more)
-                if n > seq_len:
-                    self._length(more)
-                window[arrivals] = more
-                if n in ages:
-                    ages[n].append(arrivals)
-                else:
-                    ages[n] = [arrivals]
-                    bits |= 1 << n
-                    mirror |= 1 << (seq_len - n)
-                arrivals += 1
-            if not room:
-                break
-            if room in ages:
-                n = room
-                continue
-            fits = bits & ((1 << room) - 1)
-            if not fits:
-                break
-            pairs = fits & (mirror >> (seq_len - room))  # lengths n for which room - n is there, too
-            half = room >> 1
-            if pairs >> half & 1 and room == 2 * half and len(ages[half]) < 2:
-                pairs ^= 1 << half
-            n = (pairs or fits).bit_length() - 1
-            # the longest would leave less than two of the shortest need
-            if not pairs and room <= seq_len >> 3 and room - n < 2 * ((bits & -bits).bit_length() - 1):
-                n = _first_of_last(fits, mirror >> (seq_len - room), room, ages)
-        self._bits, self._mirror, self._arrivals = bits, mirror, arrivals
+            self._admit(self._units, self._lookahead)
+            n = self._fitting(room)
         return sequence
+
+    def _fitting(self, room: int) -> int | None:
+        """Return the length of the unit that is taken next into so much room; None where none fits."""
+        if room in self._ages:
+            return room
+        fits, mirror = self._bits & ((1 << room) - 1), self._mirror >> (self._seq_len - room)
+        if not fits:
+            return None
+        pairs = fits & mirror  # lengths n for which room - n is there, too
+        half = room >> 1
+        if pairs >> half & 1 and room == 2 * half and len(self._ages[half]) < 2:
+            pairs ^= 1 << half
+        n = (pairs or fits).bit_length() - 1
+        # the longest would leave less than two of the shortest need
+        if not pairs and room <= self._seq_len >> 3 and room - n < 2 * ((self._bits & -self._bits).bit_length() - 1):
+            return _first_of_last(fits, mirror, room, self._ages)
+        return n
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last item; `settle` converts it to values."""

@@ -1,23 +1,72 @@
-"""The factory of the partitions of a run: sources → encode → shuffle → mix → pack, once for each partition."""
+"""The partitions of a run: sources → encode → shuffle → mix → pack, once for each partition.
 
-from collections.abc import Callable, Iterator, Mapping
+A partition is a pure function of (config, files, partition number), so whichever process serves it, from whatever
+state, yields the same sequences. Held-out data are read once, in their order (`pack_units_once`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
-from ptf.data.encode import Encode, Encoder, SetAside, TooLong
-from ptf.data.encoded import Encoded
+from ptf.data import tokenized
+from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong
+from ptf.data.encoded import Encoded, StreamUnit
+from ptf.data.kinds import with_detected_kind
 from ptf.data.mixture import Mixture, rows_of
-from ptf.data.order import Ordered
-from ptf.data.partition import Partition
+from ptf.data.order import ORDER, Ordered, raise_if_other_order
+from ptf.data.packing import Packer
 from ptf.data.quarantine import Quarantine
-from ptf.data.source_units import encoder_of, opened
+from ptf.data.sample import PackUnit
+from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
-from ptf.data.stream import Shuffle
+from ptf.data.stream import Shuffle, Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
+
+
+class Partition(Iterator[list[PackUnit]]):
+    """Stream[list[PackUnit]]: a partition's packed sequences, and what its encoders counted."""
+
+    def __init__(self, encoded: Mapping[str, Encoded], items: Stream[StreamUnit], seq_len: int, lookahead: int):
+        """Make the partition: `items` mixes the sources' `encoded` streams, each of them shuffled."""
+        self._encoded, self._names = encoded, list(encoded)
+        self._packer = Packer(items, seq_len, lookahead, attrgetter("length"), self._dump, self._load)
+        # rows of each source in the packed sequences so far; not part of the state
+        self.passed = dict.fromkeys(encoded, 0.0)
+
+    def __next__(self) -> list[PackUnit]:
+        sequence, passed = next(self._packer), self.passed
+        for item in sequence:
+            passed[item.source] += item.rows
+        return [item.unit for item in sequence]
+
+    def counts(self) -> Mapping[str, int]:
+        """Return the encoders' counts after the sequences that were taken, summed over sources."""
+        each = [encoded.encoder.counts for encoded in self._encoded.values()]
+        return each[0] if len(each) == 1 else {key: sum(counts[key] for counts in each) for key in COUNTS}
+
+    def _dump(self, items: Sequence[StreamUnit]) -> dict[str, Any]:
+        places = {
+            name: encoded.dump([item for item in items if item.source == name])
+            for name, encoded in self._encoded.items()
+        }
+        return {"sources": [self._names.index(item.source) for item in items], "places": places}
+
+    def _load(self, state: Mapping[str, Any]) -> list[StreamUnit]:
+        items = {name: iter(encoded.load(state["places"][name])) for name, encoded in self._encoded.items()}
+        return [next(items[self._names[i]]) for i in state["sources"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last stream unit; `settle` finishes it."""
+        return {"order": ORDER, **self._packer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        raise_if_other_order(state)
+        self._packer.load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -39,7 +88,6 @@ class Partitions:
     temperature: float = 1.0
     by: Literal["samples", "tokens"] = "samples"
     exhausted: Literal["repeat", "drop", "stop"] = "repeat"
-    reorder: bool = False  # permute the events of a basket each time it is read
     share_prefixes: bool = False  # compute a prefix that several samples of a sequence share once
     quarantine: str | None = None  # directory that bad rows are written to; without it they are errors
     max_bad_rows_share: float = 0.0
@@ -70,11 +118,6 @@ class Partitions:
         """The share of each source."""
         return self.mixture.shares({name: self.opened(name)[0].rows for name in self.sources})
 
-    @property
-    def endless(self) -> bool:
-        """Whether the data never end."""
-        return self.mixture.endless
-
     def opened(self, name: str) -> tuple[Ordered, SourceSpec]:
         """Return a source's files with their order, and its specification with what was detected."""
         if name not in self._opened:
@@ -98,7 +141,6 @@ class Partitions:
         file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
         aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
         encoder = self.wrap(name, self.encoder(name, aside, self.unread(name)))
-        reorder = f"baskets/{self.seed}/{name}" if self.reorder else None
         window = self.shuffle + 2 * self.lookahead  # about how many rows are read before the first one is trained
         source = self.opened(name)[0].partition(partition, window)
         return Encoded(
@@ -108,7 +150,7 @@ class Partitions:
             self.uncounted_encoder(name),
             self.partitions,
             lambda: self._has_samples(name),
-            reorder,
+            f"baskets/{self.seed}/{name}",
         )
 
     def rows(self, name: str) -> int | None:
@@ -134,3 +176,59 @@ class Partitions:
         if name not in self._gives_samples:
             self._gives_samples[name] = any(map(self.uncounted_encoder(name), self.first_rows(name)))
         return self._gives_samples[name]
+
+
+def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, SourceSpec]:
+    """Return a reader of the source's rows, and the specification with what was detected."""
+    if spec.kind != "tokenized":
+        reader = Reader(spec.path)
+        return reader, with_detected_kind(spec, reader)
+    assert tokenizer is not None, "a tokenized source is read with the tokenizer that it must have been written with"
+    return tokenized.reader(spec.path, tokenizer, spec.verify_up_to), spec
+
+
+def encoder_of(
+    name: str,
+    spec: SourceSpec,
+    encode: Encode,
+    seq_len: int,
+    too_long: TooLong,
+    set_aside: SetAside | None = None,
+    share_prefixes: bool = False,
+    unread: Unread | None = None,
+) -> Encoder:
+    """Return the encoder that makes pack units of a source's rows."""
+    if spec.kind == "tokenized":
+        return Encoder(tokenized.decode, name, seq_len, too_long, kind=spec.kind, share_prefixes=share_prefixes)
+    return Encoder(
+        encode,
+        name,
+        seq_len,
+        too_long,
+        columns=spec.columns,
+        kind=spec.kind,
+        set_aside=set_aside,
+        share_prefixes=share_prefixes,
+        unread=unread,
+    )
+
+
+def pack_units_once(
+    sources: Mapping[str, SourceSpec],
+    *,
+    encode: Encode,
+    seq_len: int,
+    too_long: TooLong = "error",
+    tokenizer: Tokenizer | None = None,
+    set_aside: SetAside | None = None,
+) -> Iterator[PackUnit]:
+    """Yield every pack unit of every source once, in file order: held-out data.
+
+    Tokenized sources need `tokenizer`, to check that they were written with it. A bad row is an error unless
+    `set_aside` takes it.
+    """
+    for name, spec in sources.items():
+        reader, spec = opened(spec, tokenizer)
+        encoder = encoder_of(name, spec, encode, seq_len, too_long, set_aside)
+        for place in rows_once(reader, spec.limit):
+            yield from encoder(place)

@@ -11,13 +11,12 @@ assign: the cost per rank is almost independent of the number of ranks.
 import pickle
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
 
 from ptf.data.packing import balanced
-from ptf.data.sample import PackUnit, dump_units, load_units
+from ptf.data.sample import PackUnit
 
 GROUP = 16  # ranks at most
 STEPS = 16  # at most so many steps' sequences are exchanged together
@@ -104,10 +103,8 @@ def exchange_sequences(
         for owner, i, rank in zip(made_by, which, ranks, strict=True):
             if owner == me != rank:
                 out[rank].append(sequences[i])
-    arrived = [
-        iter(sequences_from_bytes(part))
-        for part in peers.all_to_all([sequences_to_bytes(sequences) for sequences in out])
-    ]
+    sent = [pickle.dumps(sequences, 5) for sequences in out]
+    arrived = [iter(pickle.loads(part)) for part in peers.all_to_all(sent)]
     shares = []
     for sequences, ranks in zip(steps, destinations, strict=False):
         mine = [at for at, rank in enumerate(ranks) if rank == me]
@@ -149,25 +146,3 @@ def _assign_shares(shares: Sequence[Sequence[int]], made_by: Sequence[int]) -> l
             assigned[k] = rank
             del free[rank]
     return [assigned[k] if k in assigned else free.popitem()[0] for k in range(len(shares))]
-
-
-def sequences_to_bytes(sequences: Sequence[Sequence[PackUnit]]) -> bytes:
-    """Serialize sequences; no sequences are no bytes."""
-    if not sequences:
-        return b""
-    state = dump_units([unit for sequence in sequences for unit in sequence])
-    bits = state["weights"] == 1
-    if np.array_equal(bits, state["weights"]):  # usually so, and then a token takes half the bytes
-        state["weights"] = np.packbits(bits)
-    return pickle.dumps(([len(sequence) for sequence in sequences], state), 5)
-
-
-def sequences_from_bytes(data: bytes) -> list[list[PackUnit]]:
-    """Read sequences that `sequences_to_bytes` wrote."""
-    if not data:
-        return []
-    counts, state = pickle.loads(data)
-    if state["weights"].dtype == np.uint8:
-        state["weights"] = np.unpackbits(state["weights"], count=len(state["tokens"])).astype(np.float32)
-    units = iter(load_units(state))
-    return [list(islice(units, n)) for n in counts]

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ptf.data.sample import PackUnit, Sample, dump_units
+from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.blocks import Block, Row
 from ptf.errors import UserError
 
@@ -37,23 +37,29 @@ COLUMN_PREFIX = "stream/"
 
 
 def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
-    """Return one row as columns; `token_columns` maps a name to the values of all samples, one after the other.
+    """Return one row as columns; `streams` maps the name of per-token values to those of all samples, one after the
+    other.
 
     Raises UserError where only some of the row's samples have the values of a name.
     """
-    assert not any(sample.prefix_length for unit in units for sample in unit), (
+    samples = [sample for unit in units for sample in unit]
+    assert not any(sample.prefix_length for sample in samples), (
         "samples share beginnings only after they are read; stored samples are complete"
     )
-    columns = dump_units(units)
-    for name, column in columns["streams"].items():
-        if len(column["samples"]) != len(columns["lengths"]):
+    names = sorted({name for sample in samples for name in sample.token_columns})
+    for name in names:
+        if not all(name in sample.token_columns for sample in samples):
             raise UserError(
                 f"only some of the row's samples have the per-token values {name}; all of them must, or none"
             )
+    weights = np.concatenate([sample.loss_weights for sample in samples] or [np.zeros(0, np.float32)])
     return {
-        **columns,
-        "weights": runs(columns["weights"]),
-        "streams": {name: column["values"] for name, column in columns["streams"].items()},
+        "atoms": np.array([len(unit) for unit in units], np.int32),
+        "lengths": np.array([len(sample) for sample in samples], np.int32),
+        "tokens": np.concatenate([sample.tokens for sample in samples] or [np.zeros(0, np.int32)]),
+        "weights": runs(weights),
+        "sources": [sample.source for sample in samples],
+        "streams": {name: np.concatenate([sample.token_columns[name] for sample in samples]) for name in names},
     }
 
 
@@ -90,14 +96,17 @@ class RowFile:
 
         Raises UserError where samples have other per-token values than the first one.
         """
+        for token_columns, lengths in zip(columns["streams"], columns["lengths"], strict=True):
+            if not len(lengths):
+                continue
+            if self._file is None:
+                self._open({name: _kind(values) for name, values in token_columns.items()})
+            if token_columns.keys() != self._token_columns.keys():
+                raise UserError(
+                    f"samples have other per-token values than the first: {sorted(token_columns)}, "
+                    f"not {sorted(self._token_columns)}"
+                )
         self._pending.append(columns)
-        if self._file is None and any(map(len, columns["lengths"])):
-            first = next(
-                token_columns
-                for token_columns, lengths in zip(columns["streams"], columns["lengths"], strict=True)
-                if len(lengths)
-            )
-            self._open({name: _kind(values) for name, values in first.items()})
         if self._file is not None:
             self._flush()
 
@@ -122,25 +131,6 @@ class RowFile:
         """Write the pending rows as row groups."""
         assert self._file is not None
         for columns in self._pending:
-            with_samples = (
-                token_columns
-                for token_columns, lengths in zip(columns["streams"], columns["lengths"], strict=True)
-                if len(lengths)
-            )
-            if (
-                other := next(
-                    (
-                        token_columns
-                        for token_columns in with_samples
-                        if token_columns.keys() != self._token_columns.keys()
-                    ),
-                    None,
-                )
-            ) is not None:
-                raise UserError(
-                    f"samples have other per-token values than the first: {sorted(other)}, "
-                    f"not {sorted(self._token_columns)}"
-                )
             arrays = [
                 _cells(columns[name], np.dtype(np.int32)) if kind == CELL else _lists(columns[name], kind)
                 for name, kind in COLUMNS.items()
@@ -274,26 +264,14 @@ def _list(table: pa.Table, name: str) -> tuple[np.ndarray, Any]:
 
     Strings come as a list, numbers as an array.
     """
-    lists = _one(table, name)
+    lists = table.column(name).combine_chunks()
     offsets = _numbers(lists.offsets)
     values = lists.values.slice(offsets[0], offsets[-1] - offsets[0])
     if pa.types.is_string(values.type):
-        return offsets - offsets[0], _texts(values)
+        encoded = values.dictionary_encode()  # a text that comes again is one object
+        texts = encoded.dictionary.to_pylist()
+        return offsets - offsets[0], [texts[i] for i in encoded.indices.to_pylist()]
     return offsets - offsets[0], _numbers(values)
-
-
-def _texts(array: Any) -> list[str]:
-    """Return the texts of an Arrow array; where all are the same, which is found by comparing bytes, one object."""
-    if not len(array):
-        return []
-    ends = np.frombuffer(array.buffers()[1], np.int32, len(array) + 1, array.offset * 4)
-    first, size = array[0].as_py(), int(ends[1] - ends[0])
-    same = size * len(array) == ends[-1] - ends[0] and (np.diff(ends) == size).all()
-    if same and array.buffers()[2][int(ends[0]) : int(ends[-1])].equals(pa.py_buffer(first.encode() * len(array))):
-        return [first] * len(array)
-    encoded = array.dictionary_encode()
-    names = encoded.dictionary.to_pylist()
-    return [names[i] for i in encoded.indices.to_pylist()]
 
 
 def _numbers(array: Any) -> np.ndarray:
@@ -310,7 +288,7 @@ def _numbers(array: Any) -> np.ndarray:
 
 def _values(table: pa.Table, name: str, kind: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return where each row's cell begins, then the end of the last one, in values; and what all cells hold."""
-    cells = _one(table, name)
+    cells = table.column(name).combine_chunks()
     _, ends, data = cells.buffers()
     if data is None:
         return np.zeros(len(cells) + 1, np.int64), np.zeros(0, kind)
@@ -324,15 +302,3 @@ def _token_column(table: pa.Table, name: str) -> np.ndarray:
     metadata = table.schema.field(name).metadata
     k = int(metadata[b"k"])
     return _values(table, name, metadata[b"kind"].decode())[1].reshape(-1, *([k] if k else []))
-
-
-def _one(table: pa.Table, name: str) -> Any:
-    """Return a column as one array."""
-    column = table.column(name)
-    return (
-        column.chunk(0)
-        if column.num_chunks == 1
-        else pa.concat_arrays(column.chunks)
-        if column.num_chunks
-        else pa.array([], column.type)
-    )

@@ -12,12 +12,11 @@ from ptf.config.rules import SCHEDULE_IS_LONGER, is_schedule_longer
 from ptf.data.chat import FIELD
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
-from ptf.data.partitions import Partitions
+from ptf.data.partitions import Partitions, pack_units_once
 from ptf.data.prompts import Prompts
 from ptf.data.quarantine import Quarantine
 from ptf.data.rank_balancing import group_size
 from ptf.data.sample import PackUnit
-from ptf.data.source_units import pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan, describe_order, is_cheap, plan_prompts, planned
@@ -49,7 +48,6 @@ def make_partitions(
         temperature=data.mix.temperature,
         by=data.mix.by,
         exhausted=data.mix.exhausted,
-        reorder=True,
         share_prefixes=data.share_prefixes,
         quarantine=str(run / "quarantine") if run and data.max_bad_rows_share else None,
         max_bad_rows_share=data.max_bad_rows_share,
@@ -92,7 +90,7 @@ def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World
     on, or if warm-up and decay do not fit into the run.
     """
     few = is_cheap(partitions)
-    if world.leads and (few or not partitions.endless):
+    if world.leads and (few or not partitions.mixture.endless):
         print("train: counting the steps and passes that the data has", flush=True)
 
     plan = planned(
@@ -102,7 +100,7 @@ def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World
         served=loader.served,
         total=lambda values: world.sum(values).tolist(),
         most=world.max,
-        exact=few or not partitions.endless,
+        exact=few or not partitions.mixture.endless,
     )
     if not plan.steps[1]:
         raise UserError("data.sources: the data has no sample to train on")

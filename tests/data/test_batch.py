@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.batch import Batch, Memory, lay_out
-from ptf.data.documents import Documents
+from ptf.data.batch import Batch, Documents, Memory, lay_out
 from ptf.data.sample import PackUnit, Sample
 
 SEQ_LEN = 24

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks import formats
 from ptf.data.kinds import shaped
+from ptf.data.partitions import pack_units_once
 from ptf.data.prompts import prompts_once
 from ptf.data.quarantine import BadRow
 from ptf.data.sample import PackUnit
-from ptf.data.source_units import pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
@@ -347,7 +347,7 @@ def test_columns_are_left_out_by_name(printable: Tokenizer) -> None:
 
 
 def test_the_first_row_says_what_recognised_rows_are(tmp_path: Path) -> None:
-    from ptf.data.source_units import opened
+    from ptf.data.partitions import opened
 
     rows = {
         "chat": {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]},

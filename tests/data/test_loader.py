@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,8 +17,7 @@ from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
-from ptf.data.rank_balancing import PeerEnded, _assign_shares, sequences_from_bytes, sequences_to_bytes
-from ptf.data.sample import Sample
+from ptf.data.rank_balancing import PeerEnded, _assign_shares
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
@@ -84,7 +82,6 @@ def make(
         "shuffle": 8,
         "seq_len": SEQ_LEN,
         "lookahead": 6,
-        "reorder": True,
     } | kwargs
     made = Partitions(sources, tokenizer, lambda row, name: encode(row, name, tokenizer), **options)
     return Loader(
@@ -187,15 +184,6 @@ def test_ranks_exchange_sequences_by_work(sources: Any, characters: Tokenizer, w
 def test_shares_stay_where_their_sequences_were_made() -> None:
     shares, made_by = [[0, 3], [1, 4], [2, 5]], [2, 0, 1, 2, 1, 0]
     assert _assign_shares(shares, made_by) == [2, 0, 1]  # of its two sequences, both, one and one
-    sequences = [
-        [(Sample(np.arange(5, dtype=np.int32), np.array([0, 1, weight, 0, 1], np.float32), "a"),)]
-        for weight in (1.0, 0.3)
-    ]
-    for some in (sequences[:1], sequences):
-        again = sequences_from_bytes(sequences_to_bytes(some))
-        assert [[s.loss_weights.tolist() for s in unit] for sequence in again for unit in sequence] == [
-            [s.loss_weights.tolist() for s in unit] for sequence in some for unit in sequence
-        ]
 
 
 @pytest.mark.parametrize("sources", [chat], indirect=True)
@@ -342,7 +330,6 @@ def test_a_source_of_which_nothing_is_left_is_an_error(sources: Any, characters:
 def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: Tokenizer, exhausted: str) -> None:
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
     ranks = [make(finite, characters, rank, 2, encode=once, exhausted=exhausted) for rank in range(2)]
-    assert not ranks[0].endless
     parts = [rows_taken(loader._factory, loader.served, None) for loader in ranks]  # type: ignore[arg-type]
     steps = -(-max(one.ends for one in parts) // SEQUENCES)
     close(ranks)
@@ -379,7 +366,7 @@ def trained(
     """Of one epoch, the documents."""
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
 
-    loader = make(finite, characters, encode=once, partitions=partitions, shuffle=shuffle, reorder=False, **options)
+    loader = make(finite, characters, encode=once, partitions=partitions, shuffle=shuffle, **options)
     seen: Counter[str] = Counter()
     for _ in range(plan_of(loader).steps[1]):
         seen.update(documents(next(loader), characters))
@@ -411,7 +398,7 @@ def test_without_weights_every_row_comes_once_and_sources_are_interleaved(
     assert trained(sources, characters, 2) == Counter([f"a{i}" for i in range(10)] + [f"b{i}" for i in range(500)])
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
 
-    made = make(finite, characters, encode=once, partitions=1, shuffle=2, reorder=False)
+    made = make(finite, characters, encode=once, partitions=1, shuffle=2)
     partition = made._factory(0)
     order = [sample.source for sequence in partition for unit in sequence for sample in unit]
     at = [i for i, name in enumerate(order) if name == "a"]

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.data.mixer import Mixer
-from ptf.data.mixture import Mixture
+from ptf.data.mixture import Mixer, Mixture
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import Shuffle, settle
 from ptf.errors import UserError

@@ -1,6 +1,7 @@
 """Sequences that share beginnings: every sample is in one of them, whole or from where it parts, and none is too
 long."""
 
+import pickle
 from collections import Counter
 from dataclasses import replace
 
@@ -14,7 +15,6 @@ from ptf.data.encode import encode_document
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
 from ptf.data.prefixes import pack_shared, prefix_groups, separate
-from ptf.data.rank_balancing import sequences_from_bytes, sequences_to_bytes
 from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
@@ -235,6 +235,4 @@ def test_what_is_shared_resumes_and_travels(chats: str) -> None:
     following = [next(stream) for _ in range(6)]
     assert any(sample.prefix_length for sequence in following for unit in sequence for sample in unit)
     assert [whole(sequence) for sequence in following] == [whole(next(again)) for _ in range(6)]
-    assert [whole(sequence) for sequence in sequences_from_bytes(sequences_to_bytes(following))] == [
-        whole(sequence) for sequence in following
-    ]
+    assert list(map(whole, pickle.loads(pickle.dumps(following)))) == list(map(whole, following))

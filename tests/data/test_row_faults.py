@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from ptf.data.encode import Encoder, encode_prompt
 from ptf.data.kinds import KINDS
+from ptf.data.partitions import pack_units_once
 from ptf.data.prompts import prompts_once
 from ptf.data.quarantine import BadRow, Quarantine, rows_in
 from ptf.data.sample import PackUnit, Sample
-from ptf.data.source_units import pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError

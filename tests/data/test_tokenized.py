@@ -10,9 +10,8 @@ import pytest
 from ptf.data import tokenized
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.encode import encode_document
-from ptf.data.partitions import Partitions
+from ptf.data.partitions import Partitions, pack_units_once
 from ptf.data.sample import PackUnit, Sample
-from ptf.data.source_units import pack_units_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer

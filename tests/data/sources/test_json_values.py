@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ptf.data.partitions import pack_units_once
 from ptf.data.prompts import Prompts, prompts_once
-from ptf.data.source_units import pack_units_once
 from ptf.data.sources.json_values import json_value
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec, rows_once
