@@ -7,7 +7,6 @@ by the functions here. A file appears under its name only when it is whole and i
 continued by the next run; what is there already is kept.
 """
 
-import argparse
 import gzip
 import hashlib
 import http.client
@@ -22,7 +21,10 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.commands import ROOT, options
+
 TIMEOUT_S = 30.0
 READ = 1 << 20
 # of the 100 of OpenAssistant, by their place
@@ -38,15 +40,8 @@ class Wrong(Exception):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fetch the public data that tests and benchmarks read.")
-    parser.add_argument(
-        "--into",
-        type=Path,
-        default=Path(os.environ.get("PTF_DATA") or ROOT / "data"),
-        help="default: PTF_DATA, else data/ here",
-    )
-    parser.add_argument("--manifest", type=Path, default=ROOT / "benchmarks" / "public_data.yaml")
-    given = parser.parse_args()
+    into = Path(os.environ.get("PTF_DATA") or ROOT / "data"), "default: PTF_DATA, else data/ here"
+    given = options(__doc__, into=into, manifest=ROOT / "benchmarks" / "public_data.yaml")
     manifest = yaml.safe_load(given.manifest.read_text())
     into = given.into.resolve()
     failed = list(fetch_all(manifest, into))

@@ -9,7 +9,6 @@ published ones. A model appears under its name only when it is whole and right; 
 failure are kept for the next run; a model that is there already is verified and kept. Nothing is installed.
 """
 
-import argparse
 import hashlib
 import os
 import shutil
@@ -22,23 +21,16 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # benchmarks/
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
-from benchmarks import gguf_model  # noqa: E402
-from benchmarks.fetch_data import READ, Wrong  # noqa: E402
+from benchmarks import gguf_model
+from benchmarks.commands import ROOT, options
+from benchmarks.fetch_data import READ, Wrong
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Fetch the pretrained models that tests and benchmarks read.")
-    parser.add_argument(
-        "--into",
-        type=Path,
-        default=Path(os.environ.get("PTF_MODELS") or ROOT / "data" / "models"),
-        help="default: PTF_MODELS, else data/models here",
-    )
-    parser.add_argument("--manifest", type=Path, default=ROOT / "benchmarks" / "public_models.yaml")
-    given = parser.parse_args()
+    into = Path(os.environ.get("PTF_MODELS") or ROOT / "data" / "models"), "default: PTF_MODELS, else data/models here"
+    given = options(__doc__, into=into, manifest=ROOT / "benchmarks" / "public_models.yaml")
     into, failed = given.into.resolve(), 0
     for entry in yaml.safe_load(given.manifest.read_text())["models"]:
         try:

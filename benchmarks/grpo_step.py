@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,7 @@ from typing import Any
 
 import numpy as np
 from flow_runs import ROOT, commit, cpu
+from pages import spread
 from train_grid import HEADS, KEPT_HEAP, MODELS, OF_HEAP
 from train_step import asked_of, round_of, start
 
@@ -292,10 +294,7 @@ def lines_of(case: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> l
     }
     best = fastest(found)
 
-    def cell(values: Sequence[float]) -> str:
-        middle = f"{median(values):.2f}"
-        return middle if len(values) == 1 else f"{middle} ({min(values):.2f} – {max(values):.2f})"
-
+    cell = partial(spread, form=".2f")
     lines = []
     for system, theirs in list(spent.items())[1:]:
         ours = spent["ptf"][: len(theirs)]

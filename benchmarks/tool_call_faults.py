@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks.tool_call_repairs import ESCAPED, HIDDEN, escaped_marks, one_word, repaired
+from tests.data.tool_calls.tables import tool
 
 Tools = list[dict[str, Any]] | None
 TEXT_FORMATS = ("qwen3_coder", "qwen3_xml", "glm45", "glm47")
@@ -292,11 +293,6 @@ class Fault(NamedTuple):
     undo: Callable[[Reading], None]
     example: str
     tools: Tools = None
-
-
-def tool(name: str, **properties: Any) -> dict[str, Any]:
-    """Return a tool as in chat completions."""
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
 
 
 CUT = "a call that the end of the text cuts inside a name or an argument is given as a whole call, without what is cut"

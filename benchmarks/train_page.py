@@ -1,9 +1,9 @@
 """The page of benchmarks/train_step.py: ptf beside each peer's fastest setting, and every cell of the grid."""
 
-import json
 from statistics import median
 from typing import Any
 
+import pages
 from flow_runs import ROOT
 from train_grid import (
     APART,
@@ -33,7 +33,7 @@ from train_grid import (
 
 def write(rounds: int) -> None:
     """The page, of the rounds that are kept."""
-    stored = [json.loads(line) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    stored = pages.kept(KEPT)
     every = [
         (name, dtype, hardware)
         for name in MODELS
@@ -57,11 +57,12 @@ def write(rounds: int) -> None:
         columns = [title]
         for system in OURS:
             factor, ratio = ratios(found[system], found[best])
-            columns += [spread(found[system]), ratio]
+            columns += [pages.spread([*map(rate, found[system])]), ratio]
             if factor <= 1:
                 slower.append(f"{' in '.join(key[:2])}, {best} is {1 / factor:.2f} times as fast as {system}")
         memory = f"{added['ptf']:.0f} / {added[best]:.0f} = {added['ptf'] / added[best]:.2f}"
-        table.append(f"| {' | '.join(columns)} | {best} | {spread(found[best])} | {memory} | {most:.1e} | {measured} |")
+        theirs = pages.spread([*map(rate, found[best])])
+        table.append(f"| {' | '.join(columns)} | {best} | {theirs} | {memory} | {most:.1e} | {measured} |")
         if added["ptf"] > added[best]:
             larger.append(f"{' in '.join(key[:2])} ({added['ptf']:,.0f} beside {added[best]:,.0f} MiB)")
         grid += grid_lines(title, found, best)
@@ -139,11 +140,6 @@ def attention(system: str) -> str:
     return f"{kind}, one dense mask over the whole pass" if whole else f"{kind}, a dense mask a row"
 
 
-def spread(rounds: list[dict[str, Any]]) -> str:
-    rates = [rate(one) for one in rounds]
-    return f"{median(rates):,.0f}" + (f" ({min(rates):,.0f} – {max(rates):,.0f})" if len(rates) > 1 else "")
-
-
 def grid_lines(title: str, found: dict[str, list[dict[str, Any]]], best: str) -> list[str]:
     """Every cell's first round, beside ptf's."""
     lines = []
@@ -153,7 +149,7 @@ def grid_lines(title: str, found: dict[str, list[dict[str, Any]]], best: str) ->
             lines.append(f"{names} refused: {one['refused'].replace('|', '/')} | | | {one['hardware']} |")
         else:
             share = rate(one) / rate(found["ptf"][0])
-            lines.append(f"{names} {spread([one])} | {share:.2f} | {one['added_mib']:,.0f} | {one['hardware']} |")
+            lines.append(f"{names} {rate(one):,.0f} | {share:.2f} | {one['added_mib']:,.0f} | {one['hardware']} |")
     return lines
 
 

@@ -1,7 +1,6 @@
 """`ptf chat` serves a checkpoint as it was trained: by its template, and as transformers would answer."""
 
 import io
-import json
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.serving.conversation import Chat
 from ptf.storage import published_versions
-from tests.tiny import SIZES, checkpoint
+from tests.tiny import SIZES, checkpoint, configured
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +93,7 @@ def test_without_a_number_a_response_has_what_the_model_can_still_read(model, mo
 def test_what_cannot_speak_is_refused(model, tmp_path, capsys):
     scorer = tmp_path / "scorer"
     storage.upload(model, str(scorer))
-    config = json.loads((scorer / "config.json").read_text())
-    (scorer / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"]}))
+    configured(scorer, architectures=["Qwen3ForSequenceClassification"])
     assert cli.main(["chat", str(scorer)]) == 2
     assert "is a reward model: it scores responses, and cannot generate them" in capsys.readouterr().err
     assert cli.main(["chat", str(tmp_path / "nowhere")]) == 2

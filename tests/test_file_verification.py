@@ -92,11 +92,16 @@ def published_version(tmp_path: Path) -> tuple[Path, Open]:
     return place, lambda: bridge.locate(str(place))
 
 
-def rollback_target(tmp_path: Path) -> tuple[Path, Open]:
+def two_versions(tmp_path: Path) -> str:
     root = str(tmp_path / "versions")
     for name in ("one", "second"):
         version(tmp_path, root, name)
         published_versions.point(root, name, published_versions.pointer(root))
+    return root
+
+
+def rollback_target(tmp_path: Path) -> tuple[Path, Open]:
+    root = two_versions(tmp_path)
     return Path(root) / "one", lambda: published_versions.roll_back(root, "one")
 
 
@@ -269,10 +274,7 @@ def test_above_verify_gib_the_run_says_what_was_not_verified(
 
 def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> None:
     """Though each is whole in itself."""
-    root = str(tmp_path / "versions")
-    for name in ("one", "second"):
-        version(tmp_path, root, name)
-        published_versions.point(root, name, published_versions.pointer(root))
+    root = two_versions(tmp_path)
     swapped(Path(root) / "one", Path(root) / "second")
     for open_it in (
         lambda: bridge.locate(root),

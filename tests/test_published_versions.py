@@ -28,6 +28,11 @@ def version(root: str, name: str, tmp_path: Path) -> str:
     return name
 
 
+def publish_two(root: str, tmp_path: Path) -> None:
+    for name in "ab":
+        point(root, version(root, name, tmp_path), pointer(root))
+
+
 @pytest.fixture(params=["local", "s3"])
 def root(request, tmp_path) -> str:
     if request.param == "local":
@@ -118,8 +123,7 @@ def test_the_lock_of_another_user_is_waited_for_too(tmp_path, monkeypatch):
 
 
 def test_a_rollback_that_another_publication_overtakes_is_refused(root, tmp_path, monkeypatch):
-    for name in "ab":
-        point(root, version(root, name, tmp_path), pointer(root))
+    publish_two(root, tmp_path)
     move = published_versions._move
 
     def overtaken(*asked):
@@ -135,8 +139,7 @@ def test_a_rollback_that_another_publication_overtakes_is_refused(root, tmp_path
 
 def test_what_is_not_whole_is_not_gone_back_to(tmp_path):
     root = str(tmp_path / "published")
-    for name in "ab":
-        point(root, version(root, name, tmp_path), pointer(root))
+    publish_two(root, tmp_path)
     (Path(root) / "a" / "model.bin").write_text("z")
     with pytest.raises(Corrupt, match=r"a/model.bin has changed"):
         roll_back(root)
@@ -214,8 +217,7 @@ MOVES = (
 @pytest.mark.long
 def test_a_kill_at_any_instant_leaves_a_pointer_and_no_lock(tmp_path):
     root = str(tmp_path / "published")
-    for name in "ab":
-        point(root, version(root, name, tmp_path), pointer(root))
+    publish_two(root, tmp_path)
     for i in range(4):
         moving = subprocess.Popen([sys.executable, "-c", MOVES, root], stdout=subprocess.PIPE)
         assert moving.stdout
@@ -247,8 +249,7 @@ def test_the_command_lists_and_goes_back(tmp_path, capsys):
         )
     )
     assert cli.main(["publish", root, "--list"]) == 2
-    for name in "ab":
-        point(root, version(root, name, tmp_path), pointer(root))
+    publish_two(root, tmp_path)
     capsys.readouterr()
     assert cli.main(["publish", str(job), "--list"]) == 0
     assert capsys.readouterr().out == "  a\n→ b\n"

@@ -17,14 +17,8 @@ from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
-from tests.data import read_form
 from tests.data.dataset_forms import ANSWER, ASK, FORMS, LAST, MORE, WORSE, Form
 from tests.data.read_form import RECIPES, SUFFIXES, not_read, plainly, read, trained, write
-
-
-@pytest.fixture(scope="module")
-def printable(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return read_form.tokenizer(tmp_path_factory.mktemp("printable"))
 
 
 def same(ours: Any, others: Any) -> bool:

@@ -34,11 +34,6 @@ NESTED = '{"a":' * 2000 + "1" + "}" * 2000
 LESS = '{"a":' * 300 + "1" + "}" * 300  # the parser would take it
 
 
-@pytest.fixture(scope="module")
-def printable(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return read_form.tokenizer(tmp_path_factory.mktemp("printable"))
-
-
 def line(**more: Any) -> str:
     return json.dumps(GOOD | more)
 

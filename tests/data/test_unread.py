@@ -15,17 +15,11 @@ from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import MESSAGE_KEYS, MOST, Unread
 from ptf.recipes.sft.recipe import SFT
-from tests.data import read_form
 from tests.recipes.of_keys import of_keys
 from tests.tiny import write_jsonl
 
 ASK = {"role": "user", "content": "1"}
 ANSWER = {"role": "assistant", "content": "2"}
-
-
-@pytest.fixture(scope="module")
-def printable(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return read_form.tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def test_a_name_after_the_first_rows_is_told_once_and_the_first_ones_before(

@@ -16,7 +16,7 @@ from ptf.config import loads
 from ptf.storage import published_versions
 from tests.child import run_python
 from tests.flows.toy import ROOT, Toy, descendants, is_gone
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
@@ -88,19 +88,8 @@ def test_the_second_training_begins_with_what_the_first_published(tmp_path):
     raw = arithmetic(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(raw | {"output": str(tmp_path / "first")}))
-    rl = {key: raw[key] for key in ("seed", "compute", "checkpoint", "track", "train")} | {
-        "recipe": "grpo",
-        "output": str(tmp_path / "second"),
-        "model": {"path": f"job:{tmp_path}/sft.yaml"},
-        "data": {"sources": {"p": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64},
-        "rollout": {
-            "engine": "native",
-            "prompts_per_step": 2,
-            "group_size": 4,
-            "max_new_tokens": 4,
-            "reward": {"use": "late_reward:score"},
-        },
-    }
+    rl = online(raw, tmp_path, "late_reward:score", prompts_per_step=2, max_new_tokens=4)
+    rl |= {"output": str(tmp_path / "second"), "model": {"path": f"job:{tmp_path}/sft.yaml"}}
     (tmp_path / "rl.yaml").write_text(yaml.safe_dump(rl))
     (tmp_path / "flow").mkdir()
     toy = Toy(tmp_path / "flow")

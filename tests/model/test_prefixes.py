@@ -58,6 +58,17 @@ def said(model, sequences: list[list[PackUnit]]) -> tuple[dict[str, torch.Tensor
     }, [g for g in grads if g is not None]
 
 
+def same_said(model, mine: list[list[PackUnit]], theirs: list[list[PackUnit]]) -> set[str]:
+    """Assert that log-probs and gradients are the same; return the sources of the samples."""
+    (ours, our_grads), (others, other_grads) = said(model, mine), said(model, theirs)
+    assert ours.keys() == others.keys()
+    for source, logprobs in others.items():
+        assert (ours[source] - logprobs).abs().max() <= 1e-5 * logprobs.abs().max(), source
+    for a, b in zip(our_grads, other_grads, strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max() + 1e-9
+    return set(others)
+
+
 @pytest.mark.parametrize("model_type", SHARING)
 def test_what_is_read_once_changes_nothing(model_type: str) -> None:
     model = model_of(model_type)
@@ -65,12 +76,7 @@ def test_what_is_read_once_changes_nothing(model_type: str) -> None:
     shared, alone = pack_shared(units, SEQ_LEN), pack_all(units, SEQ_LEN)
     assert max(s.prefix_length for sequence in shared for unit in sequence for s in unit) >= 19
     assert sum(len(s) for sequence in shared for a in sequence for s in a) < 0.6 * sum(len(a[0]) for a in units)
-    mine, theirs = said(model, shared), said(model, alone)
-    assert mine[0].keys() == theirs[0].keys() == {str(i) for i in range(len(units))}
-    for source, logprobs in theirs[0].items():
-        assert (mine[0][source] - logprobs).abs().max() <= 1e-5 * logprobs.abs().max(), source
-    for a, b in zip(mine[1], theirs[1], strict=True):
-        assert (a - b).abs().max() <= 2e-5 * b.abs().max() + 1e-9
+    assert same_said(model, shared, alone) == {str(i) for i in range(len(units))}
 
 
 @pytest.mark.parametrize("model_type", SHARING)
@@ -85,11 +91,7 @@ def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> N
         samples.append(Sample(tokens, (np.arange(n + 5) >= n).astype(np.float32), str(i)))
     shared = prefix_groups(samples, SEQ_LEN)
     assert [[s.prefix_length for s in unit] for unit in shared] == [[0, 43, 24, 11]]
-    mine, theirs = said(model, [shared]), said(model, [[(s,)] for s in samples])
-    for source, logprobs in theirs[0].items():
-        assert (mine[0][source] - logprobs).abs().max() <= 1e-5 * logprobs.abs().max(), source
-    for a, b in zip(mine[1], theirs[1], strict=True):
-        assert (a - b).abs().max() <= 2e-5 * b.abs().max() + 1e-9
+    same_said(model, [shared], [[(s,)] for s in samples])
 
 
 @pytest.mark.parametrize("fault", ["another beginning", "one token too few", "from position 0"])

@@ -22,7 +22,7 @@ from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.vllm_engine import _model_arguments, expected_names
 from ptf.train.trainer import load_model, raise_if_unfit
 from tests.model.foreign import foreign
-from tests.tiny import checkpoint, packed, sample
+from tests.tiny import checkpoint, configured, packed, sample
 
 BF16, FP32 = torch.bfloat16, torch.float32
 Backend = Literal["ptf", "hf"]
@@ -32,9 +32,7 @@ def rewritten(directory: Path, changes: dict[str, torch.Tensor], **config: Any) 
     """Change tensors of a checkpoint, and settings of its config.json."""
     file = directory / "model.safetensors"
     save_file(load_file(file) | changes, file, metadata={"format": "pt"})
-    written = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(written | config))
-    return directory
+    return configured(directory, **config)
 
 
 def with_head(directory: Path, changed: float) -> Path:
@@ -91,7 +89,7 @@ def test_an_untied_head_is_found_in_shards_and_by_engines(tmp_path, monkeypatch)
     monkeypatch.setattr(bridge, "SHARD_BYTES", 50_000)
     whole = dict(load_file(source / "model.safetensors"))
     bridge.save_hf(iter(whole.items()), source, tmp_path / "s", writes=True)
-    shards = rewritten_config(tmp_path / "s", tie_word_embeddings=True)
+    shards = configured(tmp_path / "s", tie_word_embeddings=True)
     assert (shards / "model.safetensors.index.json").is_file()
     assert bridge.unties(shards)
     assert expected_names(shards).required == whole.keys()
@@ -102,12 +100,6 @@ def test_an_untied_head_is_found_in_shards_and_by_engines(tmp_path, monkeypatch)
     expected = theirs(input_ids=torch.tensor(tokens[None]).long()).logits[0, :-1].log_softmax(-1)
     expected = expected.gather(1, torch.tensor(tokens[1:, None]).long())[:, 0]
     assert np.abs(engine.prompt_logprobs([tokens])[0] - expected.detach().numpy()).max() < 1e-4
-
-
-def rewritten_config(directory: Path, **config: Any) -> Path:
-    written = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(written | config))
-    return directory
 
 
 def test_tables_are_compared_to_their_last_row(tmp_path, monkeypatch):

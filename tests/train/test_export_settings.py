@@ -24,7 +24,7 @@ from ptf.train.export import export, probe_of
 from ptf.train.export_settings import classifier_config
 from ptf.train.job_tokenizer import renders_a_date
 from ptf.training_run import raise_if_not_evaluated, record_evaluation
-from tests.tiny import arithmetic, checkpoint
+from tests.tiny import arithmetic, checkpoint, configured
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|><|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}"
@@ -78,10 +78,8 @@ def test_settings_that_say_so_already_are_copied_as_they_are(base: Path) -> None
 
 @pytest.mark.parametrize("place", ["eos_token_id", "text_config"])
 def test_all_ends_that_config_json_names_count(base: Path, place: str) -> None:
-    config = json.loads((base / "config.json").read_text())
-    config["eos_token_id"] = None
-    config |= {place: [2, 0]} if place == "eos_token_id" else {place: {"eos_token_id": [2, 0]}}
-    (base / "config.json").write_text(json.dumps(config))
+    named = {place: [2, 0]} if place == "eos_token_id" else {place: {"eos_token_id": [2, 0]}}
+    configured(base, **{"eos_token_id": None, **named})
     assert set(Tokenizer.load(str(base)).stop_ids) >= {2, 0}
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert not set(Tokenizer.load(str(base)).stop_ids) >= {2, 0}, "generation_config.json takes precedence"

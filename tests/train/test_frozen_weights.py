@@ -18,7 +18,7 @@ from ptf.model.verify import packed
 from ptf.train import trainer
 from ptf.train.trainer import load_model
 from tests.model.test_lora import checkpoint
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, configured
 from tests.train.test_loop import same, stopped, train, weights
 from tests.train.test_preferences import preferences
 
@@ -36,8 +36,7 @@ def world() -> Iterator[World]:
 def stored(directory: Path, model_type: str, dtype: torch.dtype) -> Path:
     checkpoint(model_type, directory)
     model = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
-    config = json.loads((directory / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-    (directory / "config.json").write_text(json.dumps(config))
+    configured(directory, dtype=str(dtype).removeprefix("torch."))
     (directory / "model.safetensors").unlink()  # whose dtype an export would have
     bridge.save_hf(bridge.hf_tensors(model), directory, directory.with_name("stored"), writes=True)
     return directory.with_name("stored")

@@ -12,6 +12,7 @@ from tests.flows.toy import FLOW, ROOT, Toy
 
 pytest.importorskip("kubernetes", reason="needs the package kubernetes, which requirements/ has")
 SFT = ROOT / "flows" / "sft_flow.py"
+CREATE = ("--datastore", "s3", "argo-workflows", "create", "--only-json")
 
 
 @pytest.fixture
@@ -35,18 +36,7 @@ def test_an_argo_template_has_what_the_config_says(toy):
     raw = yaml.safe_load(FLOW.with_name("toy.yaml").read_text())
     raw["flow"]["stages"]["train"] |= {"gpu": 8, "memory_mib": 9000, "env_vars": {"NCCL_DEBUG": "WARN"}}
     (toy.directory / "job.yaml").write_text(yaml.safe_dump(raw | {"flow": raw["flow"] | {"event": "data.ready"}}))
-    words = (
-        "--datastore",
-        "s3",
-        "argo-workflows",
-        "create",
-        "--only-json",
-        "--config",
-        "job.yaml",
-        "--set",
-        "train.lr=0.25",
-    )
-    done = toy(*words, flow=SFT)
+    done = toy(*CREATE, "--config", "job.yaml", "--set", "train.lr=0.25", flow=SFT)
     assert done.returncode == 0, done.stderr
     template = json.loads(done.stdout)
     assert template["kind"] == "WorkflowTemplate"
@@ -91,18 +81,8 @@ def test_our_packages_go_along_and_are_those_that_are_imported(toy):
 
 
 def test_a_schedule_that_is_none_is_refused_before_anything_is_made(toy):
-    done = toy(
-        "--datastore",
-        "s3",
-        "argo-workflows",
-        "create",
-        "--only-json",
-        "--config",
-        str(FLOW.with_name("toy.yaml")),
-        "--set",
-        "flow.cron=0 25 * * *",
-        flow=SFT,
-    )
+    config = str(FLOW.with_name("toy.yaml"))
+    done = toy(*CREATE, "--config", config, "--set", "flow.cron=0 25 * * *", flow=SFT)
     assert done.returncode == 2
     assert "flow.cron" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.flows.toy import ROOT, Toy
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OFFLINE = (
@@ -25,17 +25,6 @@ OFFLINE = (
     "--enable-logging=stderr",
     "--virtual-time-budget=20000",
 )
-RL = {
-    "recipe": "grpo",
-    "rollout": {
-        "engine": "native",
-        "prompts_per_step": 2,
-        "group_size": 4,
-        "max_new_tokens": 4,
-        "reward": {"use": "ptf.tasks.arithmetic:exact"},
-    },
-    "track": {"tensorboard": False, "samples_every": 1},
-}
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: chromium)")]
 
 
@@ -56,7 +45,8 @@ def pages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         }
     }
     if request.param == "grpo":
-        raw |= RL | {"data": {"sources": {"p": prompts}, "seq_len": 64}}
+        raw = online(raw, directory, "ptf.tasks.arithmetic:exact", prompts_per_step=2, max_new_tokens=4)
+        raw["track"]["samples_every"] = 1
     (directory / "job.yaml").write_text(yaml.safe_dump(raw))
     (directory / "flow").mkdir()
     toy, flow = Toy(directory / "flow"), ROOT / "flows" / f"{request.param}_flow.py"

@@ -26,6 +26,10 @@ pytestmark = pytest.mark.s3
 FLOWS = ROOT / "flows"
 CRASHING = Path(__file__).with_name("crashing_flow.py")
 SMALL = {"partitions": 4, "seq_len": 64, "shuffle_buffer": 16}
+ROLLOUT = {
+    **{"engine": "native", "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 4},
+    "reward": {"use": "ptf.tasks.arithmetic:exact"},
+}
 
 
 class Place:
@@ -115,13 +119,7 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
         "model": {"path": f"job:{sft}"},
         "publish": {"to": f"{p.root}/rl"},
         "data": {"sources": {"p": {"path": f"{p.root}/data/prompts.jsonl", "kind": "prompt"}}, "seq_len": 64},
-        "rollout": {
-            "engine": "native",
-            "prompts_per_step": 4,
-            "group_size": 4,
-            "max_new_tokens": 4,
-            "reward": {"use": "ptf.tasks.arithmetic:exact"},
-        },
+        "rollout": ROLLOUT,
         "train": {"steps": 3, "lr": 1e-4, "global_batch_sequences": 4, "micro_batch_sequences": 2, "precision": "fp32"},
     }
 
@@ -217,16 +215,7 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
         raw = common | {"recipe": "sft"}
     else:
         sources = {"sums": {"path": "prepare:train_prompts.jsonl", "kind": "prompt"}}
-        raw = common | {
-            "recipe": "grpo",
-            "rollout": {
-                "engine": "native",
-                "prompts_per_step": 4,
-                "group_size": 4,
-                "max_new_tokens": 4,
-                "reward": {"use": "ptf.tasks.arithmetic:exact"},
-            },
-        }
+        raw = common | {"recipe": "grpo", "rollout": ROLLOUT}
         raw["data"] = {"prepare": common["data"]["prepare"], "seq_len": 64}
     raw |= {"model": {"path": "prepare:model", "init": "random"}, "data": raw["data"] | {"sources": sources}}
     config = p.config("job.yaml", raw)

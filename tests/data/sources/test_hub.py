@@ -21,6 +21,7 @@ from ptf.errors import UserError
 from ptf.run import datasets_at_commits, resolved, write_job_file
 from tests.child import run_python
 from tests.data.hub_stub import HubStub, running
+from tests.data.sources.test_files import numbers
 
 README = b"""---
 configs:
@@ -65,10 +66,6 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStub]:
         monkeypatch.chdir(tmp_path)
         hub._check_reachable.cache_clear()
         yield stub
-
-
-def numbers(location: str) -> list[int]:
-    return [place.read()["n"] for place in rows_once(Reader(location))]
 
 
 def test_an_id_with_config_and_split_gives_its_rows(stub: HubStub) -> None:

@@ -38,11 +38,6 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def printable(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return read_form.tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 def trained(path: Path, tokenizer: Tokenizer) -> str:
     """The text that SFT makes of the first row."""
 
