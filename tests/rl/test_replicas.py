@@ -230,18 +230,18 @@ def test_in_this_process_the_results_come_in_order_too(tmp_path):
 
 def test_what_fails_after_the_end_has_no_successor():
     replicas = Replicas.__new__(Replicas)
-    replicas.gangs, replicas.threads, replicas.closed, replicas.restarts = [None], ThreadPoolExecutor(1), False, 3
+    gang = SimpleNamespace(close=lambda: None)
+    replicas.gangs, replicas.threads, replicas.closed, replicas.restarts = [gang], ThreadPoolExecutor(1), False, 3
     asked = []
 
     def ask(gang):
         asked.append(gang)
         raise RuntimeError("the process died")
 
-    replicas._gang = lambda i: "a gang"
     replicas.close()
     with pytest.raises(RuntimeError, match="the process died"):
         replicas._with_restarts(0, "a method", ask)
-    assert asked == ["a gang"]
+    assert asked == [gang]
     with pytest.raises(RuntimeError, match="after shutdown"):
         replicas.threads.submit(print)
 
