@@ -54,6 +54,11 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def own(token: Path) -> contextlib.AbstractContextManager[None]:
+    """Set the environment for a run's own Ray, whose token is in that file."""
+    return environment(**{MODE: "token", TOKEN: None, TOKEN_PATH: str(token)})
+
+
 def of_cluster(address: str) -> contextlib.AbstractContextManager[None]:
     """Set the environment for the cluster at `host:port`, or the one that takes jobs at `http://…`.
 

@@ -36,7 +36,7 @@ import ray
 from ray._private import ray_constants, services
 
 from ptf.compute import ray_authentication
-from ptf.compute.ray_authentication import EVERY_S, MODE, TOKEN, TOKEN_PATH, one_line
+from ptf.compute.ray_authentication import EVERY_S, one_line
 from ptf.compute.reaper import OWNER, PREFIX, end, end_abandoned, family
 from ptf.errors import Retryable, UserError
 from ptf.workspace import scratch
@@ -150,8 +150,7 @@ def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s
     reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)
     own = contextlib.ExitStack()
     try:
-        authentication = {MODE: "token", TOKEN: None, TOKEN_PATH: str(_token(home / "auth_token"))}
-        own.enter_context(ray_authentication.environment(**authentication))
+        own.enter_context(ray_authentication.own(_token(home / "auth_token")))
         # the variable is in lower case in Ray
         os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112
         with _sigterm_kept(), _loopback():

@@ -18,6 +18,7 @@ from ptf.data.packing import pack_all
 from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention, bridge, projection
 from ptf.model.decoder import Decoder
+from ptf.model.document_mask import DocumentMasks
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.kd.config import TeacherConfig
@@ -113,9 +114,9 @@ def trainer_of(shape: str, recipe: Recipe) -> tuple[Trainer, World]:
 def variants(shape: str, name: str) -> list[list[str]]:
     """The kinds of calls of FlexAttention that a run's warm-up makes, and those of a step and a validation after it."""
     recipe, kinds, windows = RECIPES[name], set[str](), dict[int, int | None]()
-    made = attention.Flex.mask
+    made = DocumentMasks.mask
 
-    def noted(self: attention.Flex, window: int | None) -> object:
+    def noted(self: DocumentMasks, window: int | None) -> object:
         mask = made(self, window)
         windows[id(mask)] = window
         return mask
@@ -129,7 +130,7 @@ def variants(shape: str, name: str) -> list[list[str]]:
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_compiled_flex", lambda: recorded)
         patch.setattr(projection, "_compiled_loss", lambda: loss_kernel)
-        patch.setattr(attention.Flex, "mask", noted)
+        patch.setattr(DocumentMasks, "mask", noted)
         trainer, world = trainer_of(shape, recipe)
         model, frozen_models = trainer.model, trainer.frozen_models
         warm_up(model, world, SEQ_LEN, trained={1}, scored={1})

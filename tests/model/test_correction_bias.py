@@ -64,7 +64,7 @@ def test_nothing_trains_it(tmp_path, more) -> None:
     model = loaded(tmp_path, **more)
     biases = [p for n, p in model.named_parameters() if n.endswith("correction_bias")]
     assert biases
-    trained = {id(p) for group in groups(model, 0.1, {}) for p in group.params}
+    trained = {id(p) for group in groups(model, 0.1, {}) for p in group["params"]}
     assert trained
     assert trained.isdisjoint(map(id, biases))
 
