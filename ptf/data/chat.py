@@ -389,20 +389,17 @@ def clean(messages: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, list) or not messages:
         raise UserError("`messages` must be a list of messages, and not empty")
-    return [_clean(i, message) for i, message in enumerate(messages)]
-
-
-def _clean(i: int, message: Any) -> dict[str, Any]:
-    """Return message i as servers pass it to a template. Raises UserError for an invalid message."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"message {i} must be an object with a `role`")
-    content = message.get("content")
-    if not isinstance(content, str | None) or (content is None and not message.get("tool_calls")):
-        raise UserError(f"message {i} ({message['role']}): `content` must be a string; ptf trains text only")
-    message = {**{key: v for key, v in message.items() if v is not None}, "content": content or ""}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_clean_call(i, call) for call in message["tool_calls"]]
-    return message
+    cleaned: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"message {i} must be an object with a `role`")
+        content, calls = message.get("content"), message.get("tool_calls")
+        if not isinstance(content, str | None) or (content is None and not calls):
+            raise UserError(f"message {i} ({message['role']}): `content` must be a string; ptf trains text only")
+        cleaned.append({**{key: v for key, v in message.items() if v is not None}, "content": content or ""})
+        if calls:
+            cleaned[-1]["tool_calls"] = [_clean_call(i, call) for call in calls]
+    return cleaned
 
 
 def _clean_call(i: int, call: Any) -> dict[str, Any]:

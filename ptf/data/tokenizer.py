@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ptf.data.fingerprint import identity_of, raise_if_other_identity
-from ptf.data.probes import PROBES, Closing, Message, closings_of, cuts_of, takes_text_arguments, with_text_arguments
+from ptf.data.probes import PROBES, Message, closings_of, cuts_of, takes_text_arguments, with_text_arguments
 from ptf.data.rendering import Rendering, with_arguments
 from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer, write_tokenizer
 from ptf.errors import UserError
@@ -288,15 +288,8 @@ class Tokenizer:
         end = next((n for n, i in enumerate(last) if i in self.stop_ids), len(last))
         return last[end + 1 :]
 
-    @cached_property
-    def _closings(self) -> dict[str, Closing]:
-        """Return how the template closes a response and a tool call."""
-        return closings_of(self)
-
-    @cached_property
-    def cuts(self) -> dict[str, int]:
-        """Return the stop ids, by their text, at which a text splits into two parts that are encoded independently."""
-        return cuts_of(self)
+    _closings = cached_property(closings_of)
+    cuts = cached_property(cuts_of)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of what decides ids: see `identity`."""
