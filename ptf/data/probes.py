@@ -5,7 +5,7 @@ splits.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -105,14 +105,14 @@ def cuts_of(tokenizer: "Tokenizer") -> dict[str, int]:
     return cuts if agree else {}
 
 
-def takes_text_arguments(render: Callable[[Sequence[Message]], str]) -> bool:
+def takes_text_arguments(tokenizer: "Tokenizer") -> bool:
     """Return whether the template takes the arguments of tool calls as JSON text only (DeepSeek-V3).
 
-    This is found by rendering a probe; `render` writes a conversation without conversion of its errors.
+    This is found by rendering a probe.
     """
     for call in (_tool_call("1"), with_text_arguments(_tool_call("1"))):
         try:
-            render(call)
+            tokenizer.apply_template(call, False, None, {})
             return isinstance(call[-1]["tool_calls"][0]["function"]["arguments"], str)
         except (TemplateError, TypeError, KeyError, IndexError):
             continue

@@ -220,7 +220,7 @@ class Tokenizer:
                 "give model.tokenizer one that has, or model.chat_template"
             )
         try:
-            return self._rendered(
+            return self.apply_template(
                 with_text_arguments(messages) if self._text_arguments else list(messages),
                 generation_prompt,
                 tools,
@@ -232,17 +232,16 @@ class Tokenizer:
                 f"{e} (model.chat_template can name another template)"
             ) from None
 
-    def _rendered(self, messages: Sequence[Message], prompt: bool, tools: Any, arguments: Mapping[str, Any]) -> str:
+    def apply_template(
+        self, messages: Sequence[Message], prompt: bool, tools: Any, arguments: Mapping[str, Any]
+    ) -> str:
         """Return what the chat template makes of messages, without conversion of its errors."""
         template_arguments = {**self.rendering.arguments, **arguments}
         return self.hf.apply_chat_template(
             messages, tools=tools, add_generation_prompt=prompt, tokenize=False, **template_arguments
         )
 
-    @cached_property
-    def _text_arguments(self) -> bool:
-        """Return whether the template takes the arguments of tool calls as JSON text only."""
-        return takes_text_arguments(lambda messages: self._rendered(messages, False, None, {}))
+    _text_arguments = cached_property(takes_text_arguments)
 
     def render(
         self,
