@@ -16,11 +16,11 @@ from ptf.data.trajectory import Generation, Prompt
 from ptf.errors import UserError
 from ptf.rl.endpoint import chat as chat_completions
 from ptf.rl.endpoint import responses
-from ptf.rl.endpoint.answer_form import answered
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
 from ptf.rl.endpoint.http_server import Handle
 from ptf.rl.endpoint.request_exchange import Exchange, raise_if_not_one_by_one
+from ptf.rl.endpoint.response_form import answered
 from ptf.rl.endpoint.responses import ResponsesRequest
 from ptf.rl.engines import generation_checks
 from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine

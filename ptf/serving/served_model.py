@@ -146,8 +146,7 @@ class ServedModel:
         from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
 
         dtype = "float32" if served_dtype(directory.base, pick_device("auto")) == torch.float32 else "bfloat16"
-        precision = "fp32" if dtype == "float32" else "bf16"
-        raise_if_wrong("--engine", config_of(directory.base), precision, synced=False)
+        raise_if_wrong("--engine", config_of(directory.base), "fp32" if dtype == "float32" else "bf16", synced=False)
         os.environ.update(engine_env(options.caches / "vllm"))  # before vLLM is imported
         length = max_length_of(bridge.build(directory.base, head="lm").config, options)
         engine = VLLMEngine(str(directory.base), seed=0, dtype=dtype, max_model_len=length)

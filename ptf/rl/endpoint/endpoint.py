@@ -11,10 +11,10 @@ from functools import partial
 from ptf.data.trajectory import is_reward
 from ptf.rl.endpoint import chat as chat_completions
 from ptf.rl.endpoint import responses
-from ptf.rl.endpoint.answer_form import answered
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import HttpServer
+from ptf.rl.endpoint.response_form import answered
 from ptf.rl.endpoint.responses import ResponsesRequest
 from ptf.rl.endpoint.session import MODELS, Session
 from ptf.rl.policy.calls import Message

@@ -1,13 +1,16 @@
-"""The reply to a request of the Responses API: whole, or as the events of a stream."""
+"""How an exchange is answered over HTTP: in its own form, that of a chat completion, or in that of the Responses API;
+whole, or as the events of a stream."""
 
 import bisect
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ptf.rl.endpoint.answer_stream import ENDS
 from ptf.rl.endpoint.chat import event
+from ptf.rl.endpoint.http_message import HttpError, HttpResponse, json_response
 from ptf.rl.endpoint.request_exchange import Choice, Exchange
 from ptf.rl.endpoint.responses import Message, ResponsesRequest
 
@@ -187,3 +190,33 @@ class ResponseForm:
         yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
         yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
         yield self._event("response.output_item.done", output_index=index, item=item)
+
+
+async def answered(
+    exchange: Exchange,
+    asked: ResponsesRequest | None,
+    conversations: MutableMapping[str, Sequence[Message]],
+    deliver: Callable[[], None] = lambda: None,
+    lose: Callable[[], None] = lambda: None,
+) -> HttpResponse:
+    """Return the HTTP response to a request for chat completions, or to what was `asked` for as one.
+
+    `conversations` keeps what a later request may continue. `deliver` is called before the last bytes are written, and
+    `lose` if the client did not receive them. Raises HttpError if the engine fails.
+    """
+    form = exchange if asked is None else ResponseForm(asked, exchange, conversations)
+    if exchange.chat.stream:
+        events, headers = _until_failure(form, deliver), {"cache-control": "no-cache"}
+        return HttpResponse(200, events, "text/event-stream", headers, lost=lose)
+    await exchange.finished()
+    return replace(json_response(form.completion()), sending=deliver, lost=lose)
+
+
+async def _until_failure(form: Exchange | ResponseForm, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
+    """Yield the events of a form; one that says why is the last if the engine fails."""
+    try:
+        async with contextlib.aclosing(form.events(deliver)) as parts:
+            async for part in parts:
+                yield part
+    except HttpError as error:
+        yield form.failure_event(str(error))

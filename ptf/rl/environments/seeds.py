@@ -19,8 +19,9 @@ def prepare(directory: str, *, train: int = 1000, test: int = 100, first: int = 
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     for name, seeds in (("train", range(first, first + train)), ("test", range(first + train, first + train + test))):
-        rows = ({"prompt": str(seed), "seed": seed} for seed in seeds)
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (root / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"prompt": str(seed), "seed": seed}) + "\n" for seed in seeds)
+        )
 
 
 def seed_of_row(row: Mapping[str, Any], seed: int) -> int:

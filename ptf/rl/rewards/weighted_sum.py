@@ -83,8 +83,7 @@ class WeightedSum:
     @staticmethod
     def sees_episodes(*, parts: Parts) -> bool:
         """Return whether a part asks for the episode."""
-        plugins = [plugin_of(part) for part in parts]
-        return any(RewardSignature.of(plugin.resolve(what.use), what.args).sees_episodes for what in plugins)
+        return any(RewardSignature.of(plugin.resolve(p["use"]), p.get("args") or {}).sees_episodes for p in parts)
 
     @staticmethod
     def first_lines(*, parts: Parts) -> list[str]:
