@@ -197,11 +197,6 @@ class Checkpoints:
             self.lease.check()
             storage.remove(self.path(old))
 
-    def best_whole(self) -> int | None:
-        """Return the best checkpoint that verifies; None without `best`, or if none has the metric."""
-        found = self._first_whole(self.ranked(), "the next best")
-        return found and found[0]
-
     def ranked(self) -> list[int]:
         """Return the checkpoints that have the metric `best`, the lowest first; of equal ones, the earlier first."""
         if self.config.best is None:
@@ -242,7 +237,7 @@ class Checkpoints:
                 f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it is ignored",
                 flush=True,
             )
-        found = self._first_whole(_numbers(finished), "the one before it")
+        found = self.first_whole(_numbers(finished), "the one before it")
         if not found and _numbers(finished):
             raise UserError(
                 f"every checkpoint under {self.root} is damaged (see above). Restore one from a copy, or start a run "
@@ -250,7 +245,7 @@ class Checkpoints:
             )
         return found
 
-    def _first_whole(self, steps: Iterable[int], otherwise: str) -> tuple[int, str, dict[str, Any]] | None:
+    def first_whole(self, steps: Iterable[int], otherwise: str) -> tuple[int, str, dict[str, Any]] | None:
         """Return (step, path, manifest) of the first checkpoint that verifies; of others, the console says that
         `otherwise` is tried."""
         for step in steps:

@@ -9,6 +9,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,11 +22,12 @@ from torch.futures import Future
 from ptf import storage
 
 
+@dataclass(eq=False)
 class Files(FileSystem):
     """DCP's file-system interface over ptf.storage, as far as DCP uses it here."""
 
-    def __init__(self) -> None:
-        self.entries: dict[str, dict[str, Any]] = {}  # size and SHA-256 of each file written here, by URI
+    # size and SHA-256 of each file written here, by URI
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, in_turns, served_turns, trained_turns
 from ptf.data.context import raise_if_unseen
 from ptf.data.forms import COLUMNS, Columns, advice
-from ptf.data.kinds import KINDS, raise_if_unwanted, shaped
+from ptf.data.kinds import KINDS, label_of, shaped
 from ptf.data.messages import finite
 from ptf.data.prefixes import prefix_groups
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
@@ -45,7 +45,12 @@ def encode_document(
     UserError for any other row.
     """
     if "messages" in row or "completion" in row:
-        raise_if_unwanted(row)
+        if label_of(row) == 0:
+            raise UserError(
+                "`label` says that this response is not to be imitated: leave such rows out with data.prepare, "
+                f"or learn a score from them (recipe rm, kind: scored); {COLUMNS}: {{label: null}} if the column means "
+                "something else"
+            )
         tools, arguments = row.get("tools"), row_arguments(row)
         if "messages" in row:
             samples = chat_samples(row["messages"], tokenizer, source, train_on, tools, arguments)

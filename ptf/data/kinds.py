@@ -112,16 +112,6 @@ def with_detected_kind(spec: SourceSpec, reader: Reader) -> SourceSpec:
     return spec
 
 
-def raise_if_unwanted(row: Row) -> None:
-    """Raise UserError where a `label` says that the response is not to be imitated."""
-    if label_of(row) == 0:
-        raise UserError(
-            "`label` says that this response is not to be imitated: leave such rows out with data.prepare, "
-            "or learn a score from them "
-            f"(recipe rm, kind: scored); {COLUMNS}: {{label: null}} if the column means something else"
-        )
-
-
 def label_of(row: Row) -> float | None:
     """Return the `label` of a response, 1 or 0; None where it has none, or one that names something else, as a topic.
     Raises UserError for a label that may say whether the response is to be imitated, in another way."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ptf.model.custom_head import CustomHead
 from ptf.model.head import Head
 from ptf.model.projection import Chunks, Projection, rows_of_a_block, summed
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
@@ -217,17 +218,19 @@ def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selec
     return _CrossEntropy.apply(*function_inputs(x, selected, head), which, weights, False)[0]
 
 
-def cross_entropy_by(
-    x: Tensor, head: Head, targets: Tensor, weights: Tensor, groups: Tensor, count: int, selected: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return `cross_entropy`, and each group's part of it [count], which has no gradient.
+def next_token_loss(x: Tensor, head: Head | CustomHead, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of a model that is trained on text, and each document's part of it.
 
-    `groups` [B, T] is the number of each position's group, from 0 to `count` - 1.
+    The loss is the cross-entropy over the vocabulary, and the parts are [documents], without gradient; with a head of
+    the user's own it is that head's loss, and the parts are None.
     """
-    which, weights = _Targets(targets, head, selected), weights.reshape(-1)[selected]
+    if not isinstance(head, Head):
+        return head.loss(x, batch), None
+    selected = batch.trained_positions
+    which, weights = _Targets(batch.targets, head, selected), batch.loss_weights.reshape(-1)[selected]
     loss, logprobs = _CrossEntropy.apply(*function_inputs(x, selected, head), which, weights, False)
-    parts = torch.zeros(count, device=x.device)
-    return loss, parts.index_add(0, groups.reshape(-1)[selected], -(logprobs * weights))
+    parts = torch.zeros(len(batch.lengths), device=x.device)
+    return loss, parts.index_add(0, batch.segments.reshape(-1)[selected], -(logprobs * weights))
 
 
 class TokenLogprobs(NamedTuple):

@@ -9,9 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ptf.model.chunked import cross_entropy_by
 from ptf.model.config import DecoderConfig
-from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
 
 
@@ -37,16 +35,3 @@ class CustomHead(Protocol):
         `x` is [B, T, D], `batch` a ptf.data.batch.Batch.
         """
         ...
-
-
-def next_token_loss(x: Tensor, head: Head | CustomHead, batch: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of a model that is trained on text, and each document's part of it.
-
-    The loss is the cross-entropy over the vocabulary, and the parts are [documents], without gradient; with a head of
-    the user's own it is that head's loss, and the parts are None.
-    """
-    if not isinstance(head, Head):
-        return head.loss(x, batch), None
-    return cross_entropy_by(
-        x, head, batch.targets, batch.loss_weights, batch.segments, len(batch.lengths), batch.trained_positions
-    )

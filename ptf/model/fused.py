@@ -141,21 +141,17 @@ def attention_of(model: Decoder, device: torch.device) -> str:
     """Return which attention a model uses on a device, for a run's first lines."""
     if not isinstance(model, Decoder):
         return "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
-    softmax = _softmax_attention_of(model, device)
+    package, fla = flash_of(model.kernels), model.kernels.get("fla")
+    name = package and f"flash_attn {model.kernels[package]}"
+    if package is None:
+        softmax = "flex_attention" if device.type == "cuda" else "SDPA per document"
+    elif reason := obstacle(model.config, package):
+        softmax = f"flex_attention (not {name}: {reason})"
+    else:
+        softmax = f"{name} (flex_attention for documents that share a prefix)"
     if model.config.delta is None:
         return softmax
-    fla = model.kernels.get("fla")
     return f"{softmax}; linear attention in chunks, by {f'fla {fla}' if fla else 'PyTorch'}"
-
-
-def _softmax_attention_of(model: Decoder, device: torch.device) -> str:
-    """Return what computes a model's softmax attention on a device."""
-    if (package := flash_of(model.kernels)) is None:
-        return "flex_attention" if device.type == "cuda" else "SDPA per document"
-    name = f"flash_attn {model.kernels[package]}"
-    if reason := obstacle(model.config, package):
-        return f"flex_attention (not {name}: {reason})"
-    return f"{name} (flex_attention for documents that share a prefix)"
 
 
 def varlen_of(segments: Tensor, positions: Tensor) -> Varlen:

@@ -1,38 +1,36 @@
 """SHA-256 of files, while they are written and when they are read, and of JSON objects."""
 
 import hashlib
+import io
 import json
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 
-class Hashing:
-    """A stream for writing that computes the SHA-256 and the size of the bytes written to it."""
+@dataclass(eq=False)
+class Hashing(io.IOBase):
+    """A stream for writing that computes the SHA-256 and the size of the bytes written to it. Whoever opened the stream
+    flushes and closes it."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._digest, self._size = stream, hashlib.sha256(), 0
+    stream: IO[bytes]
+    digest: Any = field(default_factory=hashlib.sha256)
+    size: int = 0
 
     def write(self, data: Any) -> int:
         """Write the bytes, add them to the digest, and return their number."""
-        self._digest.update(data)
-        self._size += memoryview(data).nbytes
-        self._stream.write(data)
+        self.digest.update(data)
+        self.size += memoryview(data).nbytes
+        self.stream.write(data)
         return memoryview(data).nbytes
 
     def tell(self) -> int:
         """Return the number of bytes that were written."""
-        return self._size
-
-    def flush(self) -> None:
-        """Flush the file below."""
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Whoever opened it closes it."""
+        return self.size
 
     @property
     def entry(self) -> dict[str, Any]:
         """For the `files` of a manifest."""
-        return {"size": self._size, "sha256": self._digest.hexdigest()}
+        return {"size": self.size, "sha256": self.digest.hexdigest()}
 
 
 def entry_of(stream: Any) -> dict[str, Any]:

@@ -19,23 +19,19 @@ from ptf.workspace import scratch
 DATE = "date.json"  # in the run's directory
 
 
-def changes_rendering(job: Job) -> bool:
-    """Return whether the job changes how conversations are rendered."""
-    data, model = job.data, job.model
+def is_rendered_otherwise(job: Job, directory: str) -> bool:
+    """Return whether the job changes how conversations are rendered, or a chat template among the tokenizer's files
+    renders a date."""
+    data, model, place = job.data, job.model, Path(directory)
+    files = [*place.glob("*.jinja"), *place.glob("additional_chat_templates/*.jinja"), place / "tokenizer_config.json"]
     return bool(
         model.chat_template
         or model.template_args
         or data.response_rendering != "template"
         or data.omitted_context != "error"
         or data.consecutive_turns != "error"
+        or any(renders_date(file.read_text()) for file in files if file.is_file())
     )
-
-
-def renders_a_date(directory: str) -> bool:
-    """Return whether the chat template among a tokenizer's files renders a date."""
-    place = Path(directory)
-    files = [*place.glob("*.jinja"), *place.glob("additional_chat_templates/*.jinja"), place / "tokenizer_config.json"]
-    return any(renders_date(file.read_text()) for file in files if file.is_file())
 
 
 def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:

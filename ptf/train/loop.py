@@ -246,12 +246,12 @@ def export_run(parts: Parts, ends: int) -> None:
     """Export the final weights, those of step `ends`, or those of the best checkpoint if the job keeps one."""
     job, world, source, model, merged = parts.job, parts.world, parts.source, parts.model, parts.run / MODEL
     parts.lease.check()
-    best = world.together(parts.saves.best_whole)
-    if best is not None and best != ends:
+    best = world.together(lambda: parts.saves.first_whole(parts.saves.ranked(), "the next best"))
+    if best is not None and best[0] != ends:
         with parts.trainer.whole_optimizer():
-            checkpoint.load_tensors(parts.saves.path(best), model, parts.trainer.optimizer, world)
+            checkpoint.load_tensors(parts.saves.path(best[0]), model, parts.trainer.optimizer, world)
         if world.leads:
-            print(f"train: exporting step {best}, the best by {job.checkpoint.best}", flush=True)
+            print(f"train: exporting step {best[0]}, the best by {job.checkpoint.best}", flush=True)
     if world.leads:
         provenance.write(parts.run, parts.made_with)
     export(model, source.directory, merged, world, source.tokenizer_path)

@@ -28,7 +28,7 @@ from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, rea
 from ptf.recipes.protocol import FrozenModelSpec
 from ptf.storage import file_verification
 from ptf.train.components import without_adapters, without_head
-from ptf.train.job_tokenizer import changes_rendering, rendered, renders_a_date
+from ptf.train.job_tokenizer import is_rendered_otherwise, rendered
 from ptf.train.trainer import load_model, raise_if_unfit
 from ptf.workspace import scratch
 
@@ -142,7 +142,7 @@ class StartingModel(ModelSource):
             if job.model.tokens is not None:
                 found = found.extended(job.model.tokens)
             files, copy = found.tokenizer_path, run / "rendered"
-            if not copy.is_dir() and not (changes_rendering(job) or renders_a_date(files)):
+            if not copy.is_dir() and not is_rendered_otherwise(job, files):
                 return found
             made_once(copy, lambda part: rendered(job, Tokenizer.load(files), run).save(part))
             return replace(found, tokenizer_path=str(copy))

@@ -10,29 +10,18 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 PREFIX = ".partial-"  # `sweep` removes only names that begin with this
 
 
-def directory(target: Path) -> contextlib.AbstractContextManager[Path]:
-    """Yield an empty directory beside `target`, to work in and then to rename.
-
-    It is removed at the end if it is still there.
-    """
-    return _beside(target, Path.mkdir)
-
-
-def file(target: Path) -> contextlib.AbstractContextManager[Path]:
-    """Yield an empty file beside `target`, to work in and then to rename.
-
-    It is removed at the end if it is still there.
-    """
-    return _beside(target, Path.touch)
-
-
 @contextlib.contextmanager
 def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """Yield what `make` creates beside `target`, empty, to work in and then to rename.
+
+    It is removed at the end if it is still there.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     while True:
         path = target.with_name(f"{PREFIX}{target.name[:100]}.{uuid.uuid4().hex[:12]}")
@@ -44,6 +33,10 @@ def _beside(target: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     finally:
         _remove(path)
         os.close(handle)
+
+
+directory = partial(_beside, make=Path.mkdir)
+file = partial(_beside, make=Path.touch)
 
 
 def hold(path: Path) -> int | None:

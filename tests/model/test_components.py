@@ -15,8 +15,8 @@ from ptf.config.section import Plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.chunked import next_token_loss
 from ptf.model.components import own_tensors, places
-from ptf.model.custom_head import next_token_loss
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
 from ptf.model.flops import Flops

@@ -22,7 +22,7 @@ from ptf.model.layers import LayerFactory
 from ptf.model.reference import export_difference, head_difference
 from ptf.train.export import export, probe_of
 from ptf.train.export_settings import classifier_config
-from ptf.train.job_tokenizer import renders_a_date
+from ptf.train.job_tokenizer import is_rendered_otherwise
 from ptf.training_run import raise_if_not_evaluated, record_evaluation
 from tests.tiny import arithmetic, checkpoint, configured
 
@@ -130,12 +130,13 @@ def test_a_reward_model_without_such_a_token_is_refused(base: Path) -> None:
         classifier_config(base, Tokenizer(tokenizer.hf, special))
 
 
-def test_named_templates_travel_and_each_is_compared(base: Path) -> None:
-    tokenizer = Tokenizer.load(str(base))
+def test_named_templates_travel_and_each_is_compared(base: Path, tmp_path: Path) -> None:
+    tokenizer, job = Tokenizer.load(str(base)), loads(yaml.safe_dump(arithmetic(tmp_path / "job")))
+    assert not is_rendered_otherwise(job, str(base))
     named = {"default": CHATML, "tool_use": CHATML + "{{ strftime_now('%Y') }}"}
     tokenizer.hf.chat_template = named
     tokenizer.save(base)
-    assert renders_a_date(str(base))
+    assert is_rendered_otherwise(job, str(base))
     served = Tokenizer.load(str(exported(base)))
     assert served.templates == named
     assert not served.differences(tokenizer)

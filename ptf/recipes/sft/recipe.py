@@ -15,7 +15,7 @@ from ptf.data.batch import Batch
 from ptf.data.encode import encode_document
 from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
-from ptf.model.custom_head import next_token_loss
+from ptf.model.chunked import next_token_loss
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Metrics, Recipe
 from ptf.recipes.sft.config import SFTConfig
