@@ -15,6 +15,7 @@ import os
 import pickle
 import resource
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -100,13 +101,12 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
         micro_batch_sequences=8,
         seq_len=SEQ_LEN,
     )
-    rates, step = [], 0
+    rates, steps = [], reader._steps(0, threading.Event())
     gc.collect()
     for _ in range(epochs):
         began, found = time.process_time(), 0
         while found < 0.95 * documents:
-            found += sum(len(batch.lengths) for batch in reader._pack(step).batches)
-            step += 1
+            found += sum(len(batch.lengths) for batch in next(steps).batches)
         rates.append(found / (time.process_time() - began))
     return rates
 
