@@ -162,6 +162,13 @@ def test_a_reward_that_pays_an_empty_answer_is_warned_of(tmp_path: Path) -> None
     assert repeated.startswith("a response that repeats the last user message gets a reward above 0, which")
 
 
+def test_a_reward_reads_what_was_prepared(tmp_path: Path) -> None:
+    reward = {"use": "tests.tried:paid_by", "args": {"path": "prepare:pay.json"}}
+    job = ptf.load(config(tmp_path, reward=reward), ["data.prepare={use: 'tests.tried:prepares_pay'}"])
+    trial = ptf.try_episodes(job, 2, policy="echo")
+    assert trial.rewards == [0.5, 0.5]
+
+
 def test_an_episode_that_does_not_end_has_no_result(tmp_path: Path) -> None:
     job = config(tmp_path, play={"use": "tests.tried:hangs_on_odd_prompts"}, episode_timeout_s=0.3)
     trial = ptf.try_episodes(ptf.load(job), 3, policy="echo")

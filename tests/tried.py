@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pathlib
 import random
 import urllib.request
 
@@ -23,6 +24,16 @@ def first_digit(row, text):
 
 def reads_nothing(row, text):
     raise LookupError("no key at all")
+
+
+def prepares_pay(directory):
+    """Prepared data: what is paid for a response."""
+    pathlib.Path(directory, "pay.json").write_text("0.5")
+
+
+def paid_by(row, text, *, path):
+    """A reward that is read from a file of the prepared data."""
+    return json.loads(pathlib.Path(path).read_text())
 
 
 class Dice:

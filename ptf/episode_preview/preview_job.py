@@ -48,7 +48,8 @@ def preview_job(job: Job, episodes: int, policy: str | None) -> Preview:
         )
     chosen = policy_of(settled(job), policy)
     with scratch.directory(Path(job.output) / "try") as place, _sampler(chosen, place) as sampler:
-        rewards = rewards_of(chosen.job, job.rollout.reward)
+        assert chosen.job.rollout is not None
+        rewards = rewards_of(chosen.job, chosen.job.rollout.reward)
         try:
             with progress.stage("try"):
                 return _tried(chosen, Player(chosen.job, sampler, rewards), episodes)

@@ -21,7 +21,7 @@ from ptf import storage
 from ptf.artifact import START
 from ptf.compute.launch import default_threads, needs_ray
 from ptf.compute.world import World, joined, pick_device
-from ptf.config import Job, Plugin, dump, loads
+from ptf.config import ConfigError, Job, Plugin, dump, loads
 from ptf.config.plugin import bind, own_copy
 from ptf.config.recipes import algo_config
 from ptf.data.sample import PackUnit, Sample
@@ -327,9 +327,10 @@ def compute_own_metric(name: str, plugin: Plugin, responses: Sequence[Mapping[st
 
     Raises UserError if the function fails, or if its value is not finite.
     """
-    measured = bind(plugin)
     try:
-        value = float(measured(own_copy(responses)))
+        value = float(bind(plugin)(own_copy(responses)))
+    except ConfigError:
+        raise
     except Exception as error:
         raise UserError(f"evaluate.metrics.{name}: {plugin.use} failed: {type(error).__name__}: {error}") from error
     if not math.isfinite(value):

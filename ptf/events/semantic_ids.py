@@ -62,8 +62,11 @@ class SemanticIds:
         """
         rest, codes = vectors.astype(np.float64), []
         for centres in self.centres:
-            # of |r - c|², without |r|² and without a table of all differences
-            nearest = ((centres**2).sum(1) - 2 * rest @ centres.T).argmin(1)
+            nearest = (
+                ((rest[:, None] - centres[None]) ** 2).sum(-1).argmin(1)
+                if len(rest) * centres.size < 1e8
+                else ((centres**2).sum(1) - 2 * rest @ centres.T).argmin(1)  # without a table of all differences
+            )
             codes.append(nearest)
             rest = rest - centres[nearest]
         return np.stack(codes, 1)

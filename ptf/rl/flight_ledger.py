@@ -39,7 +39,8 @@ class FlightLedger:
         if path is not None and path.exists():
             data = path.read_bytes()
             whole = data[: data.rfind(b"\n") + 1]  # without a last line that was cut off
-            os.truncate(path, len(whole))
+            if len(whole) < len(data):
+                os.truncate(path, len(whole))
             for number, line in enumerate(whole.splitlines(), 1):
                 try:
                     self._read(json.loads(line, object_hook=array_from_json))

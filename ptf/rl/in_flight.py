@@ -62,7 +62,7 @@ class InFlight:
         self.groups: list[InFlightGroup] = []
         self.slice = 0  # the number of the next one
         self.admissions = self.next_step = 0
-        self.loop = EventLoop()
+        self.loop = EventLoop(own_thread=True)  # slices run in two threads, and episodes in one
         self.abandoned = False  # True: the update has failed, and no further slice begins beside it
         self.changed = asyncio.Event()  # an episode has asked the policy, or ended
         # since the metrics were taken: tokens, places for them, slices, seconds of waiting for an environment and of

@@ -5,7 +5,6 @@ response's number, not on the worker that generates it.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ class Sampler:
         async def next_ended() -> list[tuple[int, Trajectory]] | None:
             return await asyncio.wait_for(anext(running, None), max(0.0, until - time.monotonic()))
 
-        with contextlib.closing(EventLoop()) as loop:
+        with EventLoop() as loop:
             left = len(episodes)
             try:
                 while (ended := loop.run(next_ended())) is not None:

@@ -10,9 +10,10 @@ import json
 import operator
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from ptf.tasks.tiny import Question, public_file, write_task
 
@@ -125,3 +126,13 @@ def _value(node: ast.expr) -> Fraction:
         return OPERATORS[type(node.op)](_value(node.operand))
     assert isinstance(node, ast.Constant)
     return Fraction(str(node.value))
+
+
+def numeric(row: Mapping[str, Any], text: str) -> float:
+    """Return the reward: 1 if the text is the reference answer, otherwise 0. Numbers are compared by value
+    (0.50 is 0.5)."""
+    given, answer = text.strip(), row["answer"].strip()
+    try:
+        return float(Fraction(given) == Fraction(answer))
+    except (ValueError, ZeroDivisionError):
+        return float(given == answer)

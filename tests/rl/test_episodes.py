@@ -1,8 +1,10 @@
 """Episodes with turns: exact ids, faults that are no rewards, and nobody waits for anybody."""
 
 import asyncio
+import contextlib
 import os
 import time
+from concurrent.futures import Future
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -19,11 +21,12 @@ from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.engines.generation_checks import EngineFault
 from ptf.rl.engines.protocol import Sampling
-from ptf.rl.environments.protocol import Environments
+from ptf.rl.environments.protocol import Environments, StepResult
 from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.episodes import Episode, one_response, run_all, run_episodes
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_role import raise_if_wrong_environments
+from ptf.rl.worker_messages import Lost
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
 from tests.recipes.of_keys import of_keys
@@ -347,6 +350,44 @@ def test_one_that_cannot_be_played_again_is_not_taken_for_the_same(tokenizer):
         assert "did not give the same replies as before" in gone.outcome.reason
     finally:
         environments.close()
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_an_episode_that_is_cancelled_ends_its_environment(replayed):
+    """Also while it waits for the question that follows a replay: the environment exists again."""
+
+    class Process:
+        """Loses its environment before the second turn if it is to be played again, and answers the third never."""
+
+        def __init__(self):
+            self.asked, self.lost = [], replayed
+
+        def ask(self, question, *, alone=False):
+            self.asked.append(question[0])
+            reply = Future()
+            if question[0] == "reset":
+                reply.set_result(([{"role": "user", "content": "?"}], None))
+            elif question[2:] == ("second",) and self.lost:
+                self.lost = False
+                reply.set_result(Lost(suspect=False))
+            elif question[2:] == ("first",):
+                reply.set_result(StepResult([{"role": "user", "content": "!"}]))
+            return reply
+
+    async def run():
+        state, _, _ = await environments.reset({}, 0)
+        await environments.step(state, "first")
+        waiting = asyncio.create_task(environments.step(state, "second"))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await environments.end(state)
+
+    with contextlib.closing(Environments(Plugin(use="tests.rl.environments:Echo"))) as environments:
+        started, environments.processes = environments.processes, [process := Process()]
+        asyncio.run(run())
+        environments.processes = started
+    again = ["step", "reset", "step"] if replayed else []
+    assert process.asked == ["reset", "step", *again, "step", "end"]
 
 
 def test_episodes_that_end_together_come_together_and_none_is_lost(tokenizer):

@@ -1,7 +1,6 @@
 """ptf.rl.event_loop: the same where no loop runs and, as in a notebook, where one does."""
 
 import asyncio
-import contextlib
 import signal
 import threading
 import time
@@ -67,7 +66,7 @@ def test_tasks_wait_between_runs_and_are_cancelled_at_the_end(where: Callable) -
 
     def cell() -> None:
         threads = threading.active_count()
-        with contextlib.closing(EventLoop()) as loop:
+        with EventLoop() as loop:
             task = loop.run(begin())
             time.sleep(0.05)
             assert said == []  # nothing runs between two calls

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ptf.data.encode import encode_document
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.tasks.gsm8k_steps import decimal, generate, prepare, steps
+from ptf.tasks.gsm8k_steps import decimal, generate, numeric, prepare, steps
 
 SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[3] / "shared" / "data")
 
@@ -101,3 +101,16 @@ def test_generated_expressions_have_the_shape_of_real_ones(seed: int) -> None:
 )
 def test_decimal(expression: str, value: str | None) -> None:
     assert decimal(expression) == value
+
+
+def test_numeric() -> None:
+    row = {"answer": "0.5"}
+    assert [numeric(row, text) for text in ("0.50", ".5", " 0.5\n", "5", "", "half", "1/0")] == [
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]

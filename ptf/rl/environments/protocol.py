@@ -167,6 +167,7 @@ class Environments:
                     "replayed after its process died, it did not give the same replies as before; "
                     "all randomness in it must come from its seed"
                 )
+        state.present = bool(state.asked)  # now, so that an episode which is cancelled meanwhile ends its environment
         reply = await ask(question)
         if isinstance(reply, Fault | Lost):
             return reply
