@@ -5,6 +5,7 @@ Each function prepares its work in a directory and returns what does it, which m
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -139,10 +140,9 @@ def loader(partitions: Partitions, sequences: int, **ranks: object) -> Loader:
 
 def read_all(reader: Loader, documents: int) -> None:
     """Make steps until all documents were read."""
-    found = step = 0
+    found, steps = 0, reader._steps(0, threading.Event())
     while found < documents:
-        found += sum(sum(n > 1 for n in batch.lengths) for batch in reader._pack(step).batches)
-        step += 1
+        found += sum(sum(n > 1 for n in batch.lengths) for batch in next(steps).batches)
 
 
 def reading_of_long_documents(directory: Path, tokens: int) -> Run:
@@ -210,9 +210,9 @@ def steps_of_lanes(directory: Path, lanes: int) -> Run:
     place = write_tokenized(directory, 4096, 64, copies=max(1, lanes // 16))
 
     def run() -> None:
-        reader = loader(made(place, lanes, encode), 16)
-        for step in range(lanes * 8 // 16):
-            reader._pack(step)
+        steps = loader(made(place, lanes, encode), 16)._steps(0, threading.Event())
+        for _ in range(lanes * 8 // 16):
+            next(steps)
 
     return run
 
@@ -221,7 +221,7 @@ def continuing_lanes(directory: Path, lanes: int) -> Run:
     """The state of all lanes as values, and continuing from it."""
     place = write_tokenized(directory, 4096, 64, copies=max(1, lanes // 16))
     reader = loader(made(place, lanes, encode), lanes)
-    step = reader._pack(0)
+    step = next(reader._steps(0, threading.Event()))
     state = {"step": 1, "lanes": {str(lane): one for lane, one in step.states.items()}}
 
     def run() -> None:

@@ -60,6 +60,13 @@ def test_a_secret_in_a_config_is_refused_and_not_repeated(tmp_path, override, va
     assert TOKEN not in str(caught.value)
 
 
+def test_a_secret_is_found_beside_a_reference_of_the_same_path(tmp_path):
+    args = {"headers.api_key": SECRET, "headers": {"api_key": "env:KEY"}}
+    raw = arithmetic(tmp_path) | {"evaluate": {"reward": {"use": "a:b", "args": args}}}
+    with pytest.raises(ConfigError, match=r"evaluate\.reward\.args\.headers\.api_key  is a secret"):
+        loads(yaml.safe_dump(raw, sort_keys=False))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

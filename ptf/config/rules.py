@@ -43,13 +43,13 @@ def secret_rules(job: "Job") -> Rules:
         "is a secret, and a config is stored, shown and published; write env:NAME, "
         "the variable that holds it where it is needed"
     )
-    values = {".".join(map(str, where)): value for where, value in walk(job.model_dump())}
-    return {
-        f"{key}: {rule}": is_secret(
-            value, key.rpartition(".")[2], variable=key.startswith("flow.stages.") and ".env_vars." in key
-        )
-        for key, value in values.items()
-    }
+    found = list[str]()
+    for where, value in walk(job.model_dump()):
+        key = ".".join(map(str, where))  # of several values, where names hold dots
+        variable = key.startswith("flow.stages.") and ".env_vars." in key
+        if is_secret(value, key.rpartition(".")[2], variable=variable):
+            found.append(f"{key}: {rule}")
+    return dict.fromkeys(found, True)
 
 
 def is_schedule_longer(train: TrainConfig, steps: int | None) -> bool:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ptf.config import ConfigError, Job, loads
+from ptf.config import ConfigError, Job, dump, loads
 from ptf.config.recipes import RECIPES, algo_config, algo_config_of
 from ptf.config.schema import online_recipes
 from ptf.config.section import AlgoConfig
@@ -31,6 +31,13 @@ def test_every_recipe_has_the_flag_of_its_config() -> None:
     for name in RECIPES:
         job = job_of(name)
         assert build(job).config.online == algo_config_of(name).online == algo_config(job).online == (name in ONLINE)
+
+
+def test_a_nucleus_is_refused_with_the_reason_of_the_recipe() -> None:
+    config = dump(job_of("opd"))
+    with pytest.raises(ConfigError, match="the teacher's nucleus") as caught:
+        loads(config, ["rollout.top_p=0.9", "algo.num_minibatches=2"])
+    assert "update_epochs" not in str(caught.value)  # and no advice that would not help
 
 
 def test_the_flag_of_a_built_in_recipe_is_read_without_torch() -> None:

@@ -23,8 +23,9 @@ class OPDConfig(OnlineConfig):
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys; `rollout.top_p` must be 1, because the teacher has another nucleus."""
         assert job.rollout is not None
+        others = super().config_rules(job).items()
         return {
-            **super().config_rules(job),
+            **{line: breaks for line, breaks in others if not line.startswith("rollout.top_p:")},
             "rollout.max_resampling_rounds is for recipes that learn from rewards; opd only reports them": (
                 job.rollout.max_resampling_rounds
             ),
