@@ -141,7 +141,8 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.setattr(attention, "_compiled_flex", lambda: fused_attention)
         # on a GPU the host's copy is elsewhere: here it is nowhere
         patch.setattr(recompute, "to_host", lambda x: partial(torch.empty, x.shape, dtype=x.dtype))
-        patch.setattr(decoder, "backend", lambda device: attention.Flex)
+        flex = staticmethod(lambda segments, positions, varlen=None: attention.Flex(segments, positions))
+        patch.setattr(decoder.Decoder, "attention", flex)
         patch.setattr(chunked, "chunk_bytes", lambda device: of_gpu)
         patch.setattr(chunked, "logit_bytes", lambda head: 4)
         patch.setattr(chunked, "rows_of_a_block", lambda columns: 1 << 40)  # a chunk is one block
