@@ -137,7 +137,10 @@ class StartingModel(ModelSource):
                     "transformers 5, though its config.json does not say so; exports say tie_word_embeddings: false",
                     flush=True,
                 )
-            path = tokenizer_files(job.model, located, run)
+            name = job.model.tokenizer
+            path = name or str(located)
+            if name is not None and not Path(name).is_dir():  # a Hugging Face id: a copy of its files is in the run
+                path = str(made_once(run / "tokenizer", lambda part: Tokenizer.load(name).save(part)))
             found = cls(job.model, located, job.seed, tokenizer_path=path, run=run)
             if job.model.tokens is not None:
                 found = found.extended(job.model.tokens)
@@ -230,15 +233,6 @@ class StartingModel(ModelSource):
         larger = made_once(self.run / "extended", make)
         section = self.section.model_copy(update={"init": "pretrained", "tokenizer": None, "tokens": None})
         return replace(self, section=section, directory=larger, tokenizer_path=str(larger))
-
-
-def tokenizer_files(model: ModelConfig, directory: Path, run: Path) -> str:
-    """Return the directory of the tokenizer's files: the model's, or that of `model.tokenizer` (a Hugging Face id is
-    copied into the run)."""
-    path = model.tokenizer
-    if path is None or Path(path).is_dir():
-        return path or str(directory)
-    return str(made_once(run / "tokenizer", lambda part: Tokenizer.load(path).save(part)))
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
