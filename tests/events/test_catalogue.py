@@ -207,3 +207,14 @@ def test_vectors_know_what_is_described_and_had_alike() -> None:
     np.testing.assert_allclose(np.linalg.norm(found[:4], axis=1), 1, atol=1e-9)
     wide = rotate_to_width(found, 16)
     np.testing.assert_allclose(wide @ wide.T, found @ found.T, atol=1e-5)
+
+
+def test_codes_of_a_vector_do_not_depend_on_an_offset_or_on_the_others() -> None:
+    """The distances are exact: cancellation between large numbers decides nothing."""
+    rng = np.random.default_rng(0)
+    centres = 1e8 + rng.normal(size=(16, 8))
+    vectors = centres[rng.integers(0, 16, 200)] + 0.01 * rng.normal(size=(200, 8))
+    ids = SemanticIds([centres], 0)
+    codes = ids.codes(vectors)
+    assert np.array_equal(codes, np.concatenate([ids.codes(one[None]) for one in vectors]))
+    assert np.array_equal(codes, SemanticIds([centres - 1e8], 0).codes(vectors - 1e8))

@@ -40,6 +40,19 @@ def test_a_coroutine_is_run(where: Callable) -> None:
     assert where(lambda: run_coroutine(doubled(21))) == 42
 
 
+def test_without_a_running_loop_coroutines_are_in_the_callers_thread() -> None:
+    """Users' code may need the main thread, and a process that an agent's is replaced by lasts as long as the thread
+    that started it."""
+
+    async def where() -> int:
+        return threading.get_ident()
+
+    with EventLoop() as loop:
+        assert loop.run(where()) == run_coroutine(where()) == threading.get_ident()
+    with EventLoop(own_thread=True) as loop:
+        assert loop.run(where()) != threading.get_ident()
+
+
 @WHERE
 def test_what_a_coroutine_raises_is_raised(where: Callable) -> None:
     async def failing() -> None:
