@@ -12,7 +12,8 @@ import logging
 import multiprocessing
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -71,15 +72,35 @@ def verify_parallel(
                 stepped = _step(after, _groups(mesh))
                 members.append((member, name, stepped, corrected(after)))
         jobs = [(str(member), name, stepped.rate, stepped.balance) for member, name, stepped, _ in members]
-        # Forked from a server that has imported torch, and ended without tearing the interpreter down: gloo's threads
-        # may still hold tensors then, of which PyTorch knows that it can end a process (its pull request 179291).
-        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-        rank = partial(_rank, jobs=jobs, plan=dict(plan), base=base)
-        mp.start_processes(rank, nprocs=RANKS, start_method="forkserver")
+        out = run_ranks(partial(_rank, jobs=jobs, plan=dict(plan)), RANKS, Path(base), [__name__])
         return [
-            _judged(name, member, _found(base, number), stepped, after, Path(base) / f"saved-{number}")
+            _judged(name, member, _found(out, number), stepped, after, out / f"saved-{number}")
             for number, (member, name, stepped, after) in enumerate(members)
         ]
+
+
+def run_ranks(rank: Callable[[int, Path], None], size: int, base: Path, preload: Sequence[str]) -> Path:
+    """Call `rank(number, directory)` in `size` processes, and return the directory, a new one in `base`.
+
+    They are forked from a server that has imported `preload`, and end without tearing the interpreter down: gloo's
+    threads may still hold tensors then, of which PyTorch knows that it can end a process (its pull request 179291).
+    PyTorch 2.13 has ended a rank by SIGSEGV or SIGABRT amid its collectives too, once in thousands of runs; ranks
+    that a signal ended run once more, with a warning.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*preload])
+
+    def directory_of_a_run() -> Path:
+        directory = Path(tempfile.mkdtemp(dir=base, prefix="ranks-"))
+        mp.start_processes(rank, (directory,), nprocs=size, start_method="forkserver")
+        return directory
+
+    try:
+        return directory_of_a_run()
+    except mp.ProcessExitedException as error:
+        if error.signal_name is None:
+            raise
+        warnings.warn(f"{error}: the {size} ranks run once more", stacklevel=2)
+    return directory_of_a_run()
 
 
 def divisible(model_type: str, key: str) -> dict[str, Any]:
@@ -145,7 +166,7 @@ def _step(hf: Any, groups: Sequence[slice], rate: float | None = None) -> _Step:
 
 
 def _rank(
-    rank: int, jobs: Sequence[tuple[str, str, float, float]], plan: Mapping[str, ParallelStyle], base: str
+    rank: int, base: Path, jobs: Sequence[tuple[str, str, float, float]], plan: Mapping[str, ParallelStyle]
 ) -> None:
     """Compute every job as one of the ranks, and write what was found."""
     faulthandler.enable()  # a rank that dies says where
@@ -157,21 +178,21 @@ def _rank(
     for number, (member, name, rate, weight) in enumerate(jobs):
         failed = False
         try:
-            found = _on_rank(Path(member), name, rate, weight, plan, Path(base) / f"saved-{number}")
+            found = _on_rank(Path(member), name, rate, weight, plan, base / f"saved-{number}")
         except (UserError, AssertionError) as error:  # a parameter that is not in the plan, or has no mapping
             found = {"problems": str(error).splitlines()}
         except Exception as error:  # whatever a wrong plan leads to: the other rank may fail otherwise, or wait
             found, failed = {"problems": [f"{type(error).__name__}: {str(error).splitlines()[0]}"]}, True
-        torch.save(found, f"{base}/found-{number}-{rank}.pt")
+        torch.save(found, base / f"found-{number}-{rank}.pt")
         if failed:
             return
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _found(base: str, number: int) -> dict[str, Any]:
+def _found(base: Path, number: int) -> dict[str, Any]:
     """Return what rank 0 found for a job, with the problems of both ranks."""
-    files = [Path(base) / f"found-{number}-{rank}.pt" for rank in range(RANKS)]
+    files = [base / f"found-{number}-{rank}.pt" for rank in range(RANKS)]
     found = [torch.load(file, weights_only=True) for file in files if file.is_file()]
     problems = [*dict.fromkeys(problem for one in found for problem in one.get("problems", ()))]
     if len(found) < RANKS and not problems:

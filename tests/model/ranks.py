@@ -5,22 +5,23 @@ process, which is most of what such a test would cost.
 """
 
 import faulthandler
-import multiprocessing
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from ptf.model.parallel_parity import run_ranks
 
 # torch imports its compiler at the first step of an optimizer and in state dicts; nothing of `tests`, of which the
 # server, started in any directory, may find another package
 IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "ptf.train.loop"]
 
 
-def _rank(rank: int, function: Callable[[], Any], size: int, directory: Path, environment: Mapping[str, str]) -> None:
+def _rank(rank: int, directory: Path, function: Callable[[], Any], size: int, environment: Mapping[str, str]) -> None:
     os.environ.clear()  # that of the server is of the time when it was started
     os.environ.update(environment)
     faulthandler.enable()  # a rank that a signal ends says where each of its threads was
@@ -34,9 +35,9 @@ def _rank(rank: int, function: Callable[[], Any], size: int, directory: Path, en
 def on_processes(size: int, function: Callable[[], Any], directory: Path) -> list[Any]:
     """Return what `function`, which must be picklable, returns on each of `size` ranks. The ranks keep their files
     in `directory`."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
-    mp.start_processes(_rank, (function, size, directory, dict(os.environ)), nprocs=size, start_method="forkserver")
-    return [torch.load(directory / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    rank = partial(_rank, function=function, size=size, environment=dict(os.environ))
+    out = run_ranks(rank, size, directory, IMPORTED)
+    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
 def two_ranks(function: Callable[[], Any], directory: Path) -> list[Any]:

@@ -1,15 +1,20 @@
 """Every family computes on two ranks what transformers computes in one process, and a wrong plan is caught."""
 
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 
 from ptf.model import parallel_parity
 from ptf.model.families import MODULES
-from ptf.model.parallel_parity import verify_parallel
+from ptf.model.parallel_parity import run_ranks, verify_parallel
 from ptf.model.sharding import COLWISE, PLAN, SEQUENCE, WHOLE
 from ptf.model.tensor_parallel import ParallelStyle, ParamSharding, normalise_width
 from ptf.model.verify import Case
@@ -105,3 +110,28 @@ def test_ranks_are_not_blamed_for_errors_of_transformers_in_fp32(monkeypatch: py
 def test_the_plans_differ() -> None:
     assert all(plan != PLAN for _, plan in WRONG.values())
     assert PLAN["layers.*.attn.[qk]_norm"] is SEQUENCE
+
+
+def _ending(rank: int, directory: Path, attempts: int, code: int | None = None) -> None:
+    """Rank 1 of the first `attempts` runs is ended by a signal, or ends itself with a code."""
+    (directory / str(rank)).touch()
+    if rank and len([*directory.parent.iterdir()]) <= attempts:
+        if code is not None:
+            os._exit(code)
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_ranks_that_a_signal_ended_run_once_more_and_say_so(tmp_path):
+    with pytest.warns(UserWarning, match="process 1 terminated with signal SIGSEGV: the 2 ranks run once more"):
+        directory = run_ranks(partial(_ending, attempts=1), 2, tmp_path, [])
+    assert len([*tmp_path.iterdir()]) == 2
+    assert sorted(path.name for path in directory.iterdir()) == ["0", "1"]
+
+
+def test_ranks_that_a_signal_ends_twice_or_that_end_themselves_are_not_run_again(tmp_path):
+    with pytest.warns(UserWarning, match="once more"), pytest.raises(mp.ProcessExitedException, match="SIGSEGV"):
+        run_ranks(partial(_ending, attempts=2), 2, tmp_path, [])
+    (tmp_path / "themselves").mkdir()
+    with pytest.raises(mp.ProcessExitedException, match="exit code 3"):
+        run_ranks(partial(_ending, attempts=1, code=3), 2, tmp_path / "themselves", [])
+    assert len([*(tmp_path / "themselves").iterdir()]) == 1
