@@ -6,6 +6,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from metaflow import card, current, step
@@ -15,6 +16,7 @@ from flows.base import PostTrainFlow
 from ptf.artifact import Artifact
 from ptf.config import Job, loads
 from ptf.errors import Retryable, UserError
+from ptf.workspace.credentials import redacted
 from steps import stages, sweep
 
 
@@ -72,13 +74,17 @@ class SweepFlow(PostTrainFlow):
         if current.step_name == "publish":
             super()._stage(work)
         elif not self.failed:
-            try:
-                self.artifact = work(self._job(), self._artifact())
-            except Retryable as ended:
-                sys.exit(str(ended))
-            except UserError as error:
-                print(f"trial {self.number}: {error}", file=sys.stderr)
-                self.failed, self.artifact = str(error), self.artifact.with_changes(metrics={})
+            super()._stage(partial(self._tried, work))
+
+    def _tried(self, work: Callable[[Job, Artifact], Artifact], job: Job, artifact: Artifact) -> Artifact:
+        try:
+            return work(job, artifact)
+        except Retryable:
+            raise
+        except UserError as error:
+            self.failed = redacted(str(error))
+            print(f"trial {self.number}: {self.failed}", file=sys.stderr)
+            return artifact.with_changes(metrics={})
 
     def _run_directories(self, run_name: str) -> list[Path]:
         job = super()._job()

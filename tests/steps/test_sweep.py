@@ -1,11 +1,16 @@
 """A sweep's trials are checked before the first runs, and the best by the metric is the one that is published."""
 
+import errno
 import math
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from flows import base, sweep_flow
+from ptf.artifact import Artifact
 from ptf.config import dump, load, loads
 from ptf.errors import UserError
 from ptf.storage import published_versions
@@ -125,3 +130,25 @@ def test_the_flow_publishes_the_better_trial(raw, tmp_path):
     assert found.version.endswith("-2"), "a learning rate of 1e30 diverges, and one of 1e-9 learns nothing"
     assert "trial 0: " in done.stdout + done.stderr
     assert published_versions.versions(f"{raw['output']}/published") == [found.version]
+
+
+def test_a_trial_runs_in_the_environment_of_its_stage_and_fails_alone(raw, monkeypatch, capsys):
+    raw["flow"]["stages"] = {"train": {"env_vars": {"HF_TOKEN": "env:PLANTED"}}}
+    monkeypatch.setenv("PLANTED", "a1b2c3d4e5f6g7h8i9j0")
+    monkeypatch.setenv("HF_TOKEN", "")  # put back at the end
+    for module in (base, sweep_flow):
+        monkeypatch.setattr(module, "current", SimpleNamespace(step_name="train", retry_count=0))
+    flow: Any = object.__new__(sweep_flow.SweepFlow)  # Metaflow's constructor reads the command line
+    flow.number, flow.trial, flow.failed, flow.artifact = 0, trials(job(raw))[0], "", Artifact(run_name="a-0")
+
+    def failing(error):
+        raise error
+
+    with pytest.raises(SystemExit):  # what is no fault of the trial's values ends the run
+        flow._stage(lambda *_: failing(OSError(errno.ENOSPC, "No space left on device")))
+    assert "disk" in capsys.readouterr().err
+    assert flow.failed == ""
+    flow._stage(lambda *_: failing(UserError(f"diverged with {os.environ['HF_TOKEN']}")))
+    assert flow.failed == "diverged with ***"
+    assert capsys.readouterr().err == "trial 0: diverged with ***\n"
+    flow._stage(lambda *_: failing(AssertionError("a failed trial does nothing more")))
