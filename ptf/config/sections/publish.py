@@ -20,10 +20,10 @@ class PublishConfig(Section):
     or `both`, the merged model with the adapter in `adapter/` beside it. With `model.tokens`, `merged` alone."""
     gate: Literal["starting_model", "off", "unmeasured"] = changeable("starting_model")
     """The second of three checks before a version is published: the comparison with the model that training started
-    from, on the same held-out items (README, "The publish checks"). `starting_model`: a model that is worse beyond
-    chance is refused, and so is a run that was not evaluated. `off`: publish without this comparison; the other two
-    checks are still made. `unmeasured`: as `off`, and the evaluate stage does not measure the starting model, whose
-    metrics begin with `starting_model/`."""
+    from, on the same held-out items (docs/publish.md). `starting_model`: a model that is worse beyond chance is
+    refused, and so is a run that was not evaluated. `off`: neither is; the other two checks are still made.
+    `unmeasured`: a run that was not evaluated is refused, but nothing is compared, since the evaluate stage does not
+    measure the starting model, whose metrics begin with `starting_model/`."""
     metric: str | None = changeable(None)
     """The metric of the evaluate stage that decides publication, such as `greedy_pass_rate/test`. Of a loss or another
     measure of errors less is better; of all others, also of your own `evaluate.metrics`, more is. The new model may not
