@@ -13,6 +13,7 @@ from huggingface_hub import constants
 
 from ptf.cli import main
 from ptf.config import loads
+from ptf.data.tokenizer import Tokenizer
 from ptf.inspection import doctor
 from ptf.inspection.dry_run import SMALL, memory, narrow
 from ptf.model.families import family_of
@@ -99,6 +100,19 @@ def test_a_reference_that_does_not_fit_is_found(tmp_path: Path, capfd: pytest.Ca
     status, text = said(raw, tmp_path, capfd)
     assert status == 2
     assert "reference: the model in" in text
+
+
+def test_a_reference_beside_the_model_is_narrow_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    raw = preferences(tmp_path, "dpo")
+    place = Path(raw["model"]["path"])
+    sizes = json.loads((place / "config.json").read_text())
+    shared = {key: sizes[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    other = checkpoint(tmp_path / "other", **shared)
+    Tokenizer.load(str(place)).save(str(other))
+    raw["algo"] = {"reference": str(other)}
+    status, text = said(raw, tmp_path, capfd)
+    assert status == 0, text
+    assert "step 1/1" in text
 
 
 def test_a_reward_that_raises_is_found(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

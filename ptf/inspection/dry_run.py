@@ -154,7 +154,7 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
         place = source.directory
         if one.same_architecture:
             made: Any = hf_backend.build if job.model.backend == "hf" else build
-            source.raise_if_other_architecture(made(place)[0], made(model)[0])
+            source.raise_if_other_architecture(made(place), made(model))
         shrink(place, scratch / f"{role}.config")
         drawn = load_model(
             scratch / f"{role}.config",
