@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import multiprocessing
 import random
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import ProcessException
 
 from ptf.errors import UserError
 from ptf.model import bridge, verify
@@ -40,6 +42,8 @@ MESHES = {"FSDP": (RANKS, 1), "tensor parallel": (1, RANKS)}  # shard, tensor
 BALANCE = 0.1  # weight of the load-balancing loss
 STEP = 0.02  # the largest change of a weight
 PATIENCE = timedelta(minutes=2)  # of a rank for the other one, which may have failed
+# signals of a process that did something wrong: not those that others send it, also where memory is short
+CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +88,29 @@ def run_ranks(rank: Callable[[int, Path], None], size: int, base: Path, preload:
 
     They are forked from a server that has imported `preload`, and end without tearing the interpreter down: gloo's
     threads may still hold tensors then, of which PyTorch knows that it can end a process (its pull request 179291).
-    PyTorch 2.13 has ended a rank by SIGSEGV or SIGABRT amid its collectives too, once in thousands of runs; ranks
-    that a signal ended run once more, with a warning.
+    PyTorch 2.13 has ended a rank by SIGSEGV or SIGABRT amid its collectives too, once in thousands of runs; ranks of
+    which one crashed run once more, with a warning.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([*preload])
 
-    def directory_of_a_run() -> Path:
+    def run(*, again: bool) -> Path:
         directory = Path(tempfile.mkdtemp(dir=base, prefix="ranks-"))
-        mp.start_processes(rank, (directory,), nprocs=size, start_method="forkserver")
-        return directory
+        ranks: Any = mp.start_processes(rank, (directory,), nprocs=size, join=False, start_method="forkserver")
+        try:
+            while not ranks.join():
+                pass
+            return directory
+        except ProcessException:
+            crashes = sorted(CRASHES & {-process.exitcode for process in ranks.processes})
+            if not again or not crashes:
+                raise
+            warnings.warn(f"a rank was ended by {signal.Signals(crashes[0]).name}: all run once more", stacklevel=3)
+        finally:
+            for file in ranks.error_files:  # temporary files in which ranks say what they raised
+                Path(file).unlink(missing_ok=True)
+        return run(again=False)
 
-    try:
-        return directory_of_a_run()
-    except mp.ProcessExitedException as error:
-        if error.signal_name is None:
-            raise
-        warnings.warn(f"{error}: the {size} ranks run once more", stacklevel=2)
-    return directory_of_a_run()
+    return run(again=True)
 
 
 def divisible(model_type: str, key: str) -> dict[str, Any]:

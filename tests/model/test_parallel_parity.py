@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from ptf.model.parallel_parity import run_ranks, verify_parallel
 from ptf.model.sharding import COLWISE, PLAN, SEQUENCE, WHOLE
 from ptf.model.tensor_parallel import ParallelStyle, ParamSharding, normalise_width
 from ptf.model.verify import Case
+from tests.model.ranks import IMPORTED
 
 Plan = Mapping[str, ParallelStyle]
 
@@ -112,26 +114,35 @@ def test_the_plans_differ() -> None:
     assert PLAN["layers.*.attn.[qk]_norm"] is SEQUENCE
 
 
-def _ending(rank: int, directory: Path, attempts: int, code: int | None = None) -> None:
-    """Rank 1 of the first `attempts` runs is ended by a signal, or ends itself with a code."""
+def _ending(rank: int, directory: Path, attempts: int, by: signal.Signals, raises: bool = False) -> None:
+    """Rank 1 of the first `attempts` runs is ended by a signal; then rank 0 may raise, as one that loses the other."""
     (directory / str(rank)).touch()
-    if rank and len([*directory.parent.iterdir()]) <= attempts:
-        if code is not None:
-            os._exit(code)
-        os.kill(os.getpid(), signal.SIGSEGV)
+    if len([*directory.parent.iterdir()]) > attempts:
+        return
+    if rank:
+        os.kill(os.getpid(), by)
+    while raises:
+        if (directory / "1").exists():
+            raise RuntimeError("Connection closed by peer")
 
 
-def test_ranks_that_a_signal_ended_run_once_more_and_say_so(tmp_path):
-    with pytest.warns(UserWarning, match="process 1 terminated with signal SIGSEGV: the 2 ranks run once more"):
-        directory = run_ranks(partial(_ending, attempts=1), 2, tmp_path, [])
-    assert len([*tmp_path.iterdir()]) == 2
+def _runs(place: Path) -> int:
+    assert [*Path(tempfile.gettempdir()).glob("pytorch-errorfile-*")] == []
+    return len([*place.iterdir()])
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_ranks_of_which_one_crashed_run_once_more_and_say_so(tmp_path, raises):
+    with pytest.warns(UserWarning, match="a rank was ended by SIGSEGV: all run once more"):
+        directory = run_ranks(partial(_ending, attempts=1, by=signal.SIGSEGV, raises=raises), 2, tmp_path, IMPORTED)
+    assert _runs(tmp_path) == 2
     assert sorted(path.name for path in directory.iterdir()) == ["0", "1"]
 
 
-def test_ranks_that_a_signal_ends_twice_or_that_end_themselves_are_not_run_again(tmp_path):
-    with pytest.warns(UserWarning, match="once more"), pytest.raises(mp.ProcessExitedException, match="SIGSEGV"):
-        run_ranks(partial(_ending, attempts=2), 2, tmp_path, [])
-    (tmp_path / "themselves").mkdir()
-    with pytest.raises(mp.ProcessExitedException, match="exit code 3"):
-        run_ranks(partial(_ending, attempts=1, code=3), 2, tmp_path / "themselves", [])
-    assert len([*(tmp_path / "themselves").iterdir()]) == 1
+def test_ranks_that_crash_twice_or_that_others_end_are_not_run_again(tmp_path):
+    with pytest.warns(UserWarning, match="once more"), pytest.raises(mp.ProcessExitedException, match="SIGABRT"):
+        run_ranks(partial(_ending, attempts=2, by=signal.SIGABRT), 2, tmp_path, IMPORTED)
+    (tmp_path / "killed").mkdir()
+    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+        run_ranks(partial(_ending, attempts=1, by=signal.SIGKILL), 2, tmp_path / "killed", IMPORTED)
+    assert _runs(tmp_path / "killed") == 1
