@@ -153,8 +153,8 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
         source = ModelSource.of(one, role, job.model)
         place = source.directory
         if one.same_architecture:
-            made: Any = hf_backend.build if job.model.backend == "hf" else build
-            source.raise_if_other_architecture(made(place), made(model))
+            made = hf_backend.build if job.model.backend == "hf" else build
+            source.raise_if_other_architecture(made(place).config, made(model).config)
         shrink(place, scratch / f"{role}.config")
         drawn = load_model(
             scratch / f"{role}.config",

@@ -101,7 +101,7 @@ def look_at_models(job: Job) -> Path:
             source = ModelSource.of(one, role, section)
             frozen_model = source.raise_if_unfit("lm")
             if one.same_architecture:
-                source.raise_if_other_architecture(frozen_model, model)
+                source.raise_if_other_architecture(frozen_model.config, model.config)
     if job.rollout and (scorer := job.rollout.reward_model) and is_here(scorer.path):
         spec = FrozenModelSpec(scorer.path, same_architecture=False)
         source = ModelSource.of(spec, "rollout.reward_model.path", ModelConfig(path=scorer.path))

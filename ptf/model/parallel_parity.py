@@ -88,8 +88,8 @@ def run_ranks(rank: Callable[[int, Path], None], size: int, base: Path, preload:
 
     They are forked from a server that has imported `preload`, and end without tearing the interpreter down: gloo's
     threads may still hold tensors then, of which PyTorch knows that it can end a process (its pull request 179291).
-    PyTorch 2.13 has ended a rank by SIGSEGV or SIGABRT amid its collectives too, once in thousands of runs; ranks of
-    which one crashed run once more, with a warning.
+    PyTorch 2.13 has ended a rank by SIGSEGV and by SIGABRT amid its collectives too, seldom and not repeatably. So
+    ranks of which one crashed run once more, with a warning; nothing else is tried twice.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([*preload])
 

@@ -21,6 +21,7 @@ from ptf.data.added import add, wanted
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge
+from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES
 from ptf.model.sizes import sizes_of
@@ -89,11 +90,11 @@ class ModelSource:
         with _errors_of(self.role):
             return raise_if_unfit(self.directory, self.section, head)
 
-    def raise_if_other_architecture(self, frozen_model: Decoder, model: Decoder) -> None:
-        """Raise UserError if this model's config and that of `model` differ in anything that a forward pass depends
-        on."""
+    def raise_if_other_architecture(self, config: DecoderConfig, trained: DecoderConfig) -> None:
+        """Raise UserError if this model's config and that of the model that is trained differ in anything that a
+        forward pass depends on."""
         ours, theirs = (
-            {name: value for name, value in asdict(m.config).items() if name not in FREE} for m in (model, frozen_model)
+            {name: value for name, value in asdict(c).items() if name not in FREE} for c in (trained, config)
         )
         if differ := [name for name in ours if ours[name] != theirs[name]]:
             raise UserError(
@@ -290,5 +291,5 @@ def load_frozen_models(
             source = start.beside(spec, role, job.verify_bytes)
         loaded[role] = source.load(model_world or world, job.train, frozen=True)
         if spec.same_architecture:
-            source.raise_if_other_architecture(loaded[role], model)
+            source.raise_if_other_architecture(loaded[role].config, model.config)
     return loaded

@@ -104,13 +104,5 @@ def test_decimal(expression: str, value: str | None) -> None:
 
 
 def test_numeric() -> None:
-    row = {"answer": "0.5"}
-    assert [numeric(row, text) for text in ("0.50", ".5", " 0.5\n", "5", "", "half", "1/0")] == [
-        1.0,
-        1.0,
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-        0.0,
-    ]
+    given = ("0.50", ".5", " 0.5\n", "5", "", "half", "1/0")
+    assert [numeric({"answer": "0.5"}, text) for text in given] == [1.0] * 3 + [0.0] * 4
