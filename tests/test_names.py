@@ -19,7 +19,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.tensor_files import TensorFiles
 from ptf.run import run
-from ptf.storage import published_versions
+from ptf.storage import file_verification, published_versions
 from steps.stages import prepare
 from tests.tiny import arithmetic, checkpoint
 
@@ -78,10 +78,10 @@ def test_a_manifest_names_only_files_below_it(tmp_path, name):
     (tmp_path / "b" / "a").mkdir(parents=True)
     entry = {"size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}
     storage.finish(str(tmp_path / "a"), {}, {})
-    storage.verify(str(tmp_path / "a"))  # the control
+    file_verification.verify(str(tmp_path / "a"))  # the control
     storage.finish(str(tmp_path / "b"), {}, {name: entry})
     with pytest.raises(storage.Corrupt, match="is not a manifest"):
-        storage.verify(str(tmp_path / "b"))
+        file_verification.verify(str(tmp_path / "b"))
 
 
 def test_what_is_copied_from_a_store_stays_in_the_copy(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ptf import storage
 from ptf.errors import UserError
+from ptf.storage import file_verification
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -77,7 +78,7 @@ def test_what_is_missing_is_named(place):
         storage.listing,
         storage.read_text,
         storage.open_read,
-        storage.verify,
+        file_verification.verify,
         lambda uri: storage.localize(uri, "unused"),
     ):
         with pytest.raises(FileNotFoundError) as missing:
@@ -118,7 +119,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
 
 
 def test_commit_and_verify(made):
-    manifest = storage.verify(str(made))
+    manifest = file_verification.verify(str(made))
     assert manifest["step"] == 7
     assert {name: entry["size"] for name, entry in manifest["files"].items()} == {
         "a.bin": 1_280_000,
@@ -142,7 +143,7 @@ def test_commit_and_verify(made):
 def test_verify_names_the_file_that_is_wrong(made, harm, words):
     harm(made)
     with pytest.raises(storage.Corrupt) as corrupt:
-        storage.verify(str(made))
+        file_verification.verify(str(made))
     assert words in str(corrupt.value)
 
 
@@ -153,9 +154,9 @@ def test_upload_twice_is_upload_once_and_verifies(made, place, tmp_path):
     storage.upload(str(made), target + "/")
     assert storage.listing(target) == first
     assert len(first) == 4
-    assert storage.verify(target) == storage.verify(str(made))
+    assert file_verification.verify(target) == file_verification.verify(str(made))
     copy = storage.localize(target, tmp_path / "cache")
-    assert storage.verify(copy) == storage.verify(str(made))
+    assert file_verification.verify(copy) == file_verification.verify(str(made))
     assert storage.localize(target, tmp_path / "cache") == copy
 
 
@@ -182,7 +183,7 @@ def test_upload_writes_the_manifest_last(made, place, monkeypatch):
         storage.upload(made, place)
     assert len(storage.listing(place)) == 2
     with pytest.raises(storage.Corrupt, match="never finished"):
-        storage.verify(place)
+        file_verification.verify(place)
 
 
 def test_localize_leaves_a_local_directory_where_it_is(made, tmp_path):
@@ -198,5 +199,5 @@ def test_localize_keeps_places_apart_and_follows_changes(made, tmp_path):
     (made / "zero").write_text("changed")
     storage.commit(made, {"step": 8})
     storage.upload(made, "memory://a/hf")
-    assert storage.verify(storage.localize("memory://a/hf", tmp_path / "cache"))["step"] == 8
+    assert file_verification.verify(storage.localize("memory://a/hf", tmp_path / "cache"))["step"] == 8
     fsspec.filesystem("memory").store.clear()

@@ -18,7 +18,7 @@ from ptf.evaluate import gate
 from ptf.publish.export_comparison import adapter_difference, model_difference
 from ptf.publish.model_card import card
 from ptf.run import begun_job
-from ptf.storage import published_versions
+from ptf.storage import file_verification, published_versions
 from ptf.train.export import raise_if_damaged
 from ptf.training_run import raise_if_not_evaluated
 from ptf.workspace import disk, progress
@@ -79,7 +79,7 @@ def _publish(job: Job, run: Path, artifact: Artifact, lease: Lease) -> Artifact:
     # after a retry the version may exist already: its files are not written again, since somebody may be reading them
     is_there = False
     with contextlib.suppress(storage.Missing, storage.Corrupt):
-        is_there = storage.verify(f"{root}/{artifact.run_name}")["files"] == files
+        is_there = file_verification.verify(f"{root}/{artifact.run_name}")["files"] == files
     lease.check()
     if not is_there:
         storage.upload(staged, f"{root}/{artifact.run_name}")

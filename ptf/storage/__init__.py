@@ -18,7 +18,7 @@ from ptf.storage.listings import (
     listing,
     require_bucket,
 )
-from ptf.storage.manifests import commit, finish, manifest_of, verify
+from ptf.storage.manifests import commit, finish, manifest_of
 from ptf.storage.reading import READ_BYTES, Ranged, open_read, read_text
 from ptf.storage.records import WORDS, parse_record, read_record, record_text, write_record
 from ptf.storage.store import Corrupt, Missing, is_local, local_path, retry
@@ -57,7 +57,6 @@ __all__ = [
     "retry",
     "swap_text",
     "upload",
-    "verify",
     "write_record",
     "write_text",
 ]

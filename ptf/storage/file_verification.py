@@ -27,18 +27,24 @@ WAIT_S = 600.0  # longest wait for another process that is hashing the same dire
 
 
 def verify(
-    directory: str, up_to: float = float("inf"), advice: str = "", without: Sequence[str] = ()
+    directory: str,
+    up_to: float = float("inf"),
+    advice: str = "",
+    without: Sequence[str] = (),
+    *,
+    remembered: bool = True,
 ) -> dict[str, Any]:
     """Return the manifest of a committed directory or URI after comparing the files there with it.
 
-    If more than `up_to` bytes would have to be hashed, only sizes are compared, and a line on the console reports it.
-    Files whose names match a pattern in `without` may be missing. Raise Corrupt, which names the file that is missing,
-    has changed or is not in the manifest, and ends with `advice`; raise Missing if nothing is there.
+    Every file is hashed, or with `remembered` those that have changed since they were last hashed. If more than `up_to`
+    bytes would have to be hashed, only sizes are compared, and a line on the console reports it. Files whose names
+    match a pattern in `without` may be missing. Raise Corrupt, which names the file that is missing, has changed or is
+    not in the manifest, and ends with `advice`; raise Missing if nothing is there.
     """
     with _advised(advice):
         manifest = storage.manifest_of(directory)
         entries = {name: e for name, e in manifest["files"].items() if not any(fnmatch(name, p) for p in without)}
-        compare(directory, entries, up_to)
+        compare(directory, entries, up_to, remembered=remembered)
     return manifest
 
 
@@ -105,11 +111,17 @@ def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"
     return local
 
 
-def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: float, manifest: bool = True) -> None:
+def compare(
+    directory: str,
+    entries: Mapping[str, Mapping[str, Any]],
+    up_to: float,
+    manifest: bool = True,
+    remembered: bool = True,
+) -> None:
     """Raise Corrupt unless the files below `directory` are exactly those of `entries` (name → size and SHA-256).
 
-    With `manifest`, the manifest file is allowed too. If more than `up_to` bytes would have to be hashed, only sizes
-    are compared.
+    With `manifest`, the manifest file is allowed too. Without `remembered`, no earlier hash counts. If more than
+    `up_to` bytes would have to be hashed, only sizes are compared.
     """
     base = directory.rstrip("/")
     present = storage.file_identities(base)
@@ -121,7 +133,7 @@ def compare(directory: str, entries: Mapping[str, Mapping[str, Any]], up_to: flo
             raise Corrupt(f"{base}/{name} is missing")
         if present[name][0] != entry["size"]:
             raise Corrupt(f"{base}/{name} has {present[name][0]} bytes, not {entry['size']}")
-    with _memory(base) as known:
+    with _memory(base) if remembered else contextlib.nullcontext({}) as known:
         unknown = {
             name: entry
             for name, entry in entries.items()

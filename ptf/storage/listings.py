@@ -16,12 +16,6 @@ def exists(uri: str) -> bool:
     return retry(files, uri, lambda: files.exists(path))
 
 
-def size(uri: str) -> int:
-    """Return the bytes of a file. Raises Missing."""
-    files, path = store_of(uri)
-    return int(retry(files, uri, lambda: files.size(path)))
-
-
 def listing(uri: str) -> list[str]:
     """Return the files that a URI names, sorted: a single file, all files below a directory, or the matches of a glob.
 

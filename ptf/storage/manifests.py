@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ptf.storage.hashing import digest_of, entry_of
-from ptf.storage.listings import MANIFEST, exists, is_inside, names_below, size
-from ptf.storage.reading import open_read, read_text
+from ptf.storage.listings import MANIFEST, exists, is_inside, names_below
+from ptf.storage.reading import read_text
 from ptf.storage.store import Corrupt, Missing, is_local
 from ptf.storage.writing import flush_directory, write_text
 
@@ -61,32 +61,4 @@ def manifest_of(directory: str) -> dict[str, Any]:
         raise Corrupt(f"{base}/{MANIFEST} is missing: the directory was never finished") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Corrupt(f"{base}/{MANIFEST} is not a manifest, or is not as it was written") from None
-    return manifest
-
-
-def verify(directory: str, whole_up_to: float = float("inf")) -> dict[str, Any]:
-    """Return the manifest of a committed directory or URI, after reading every file.
-
-    Of one with more bytes than `whole_up_to`, sizes alone are compared. Raise Corrupt naming the first file that
-    differs, Missing if nothing is there.
-    """
-    manifest, base = manifest_of(directory), directory.rstrip("/")
-    held_bytes = sum(entry["size"] for entry in manifest["files"].values())
-    if not (whole := held_bytes <= whole_up_to):
-        print(
-            f"not verified: {base} has {held_bytes / 2**30:.3g} GiB, more than checkpoint.sha256_max_gib: "
-            "sizes were compared, SHA-256 were not",
-            flush=True,
-        )
-    for name, entry in manifest["files"].items():
-        try:
-            held = size(f"{base}/{name}")
-            if held == entry["size"] and whole:
-                with open_read(f"{base}/{name}") as stream:
-                    if entry_of(stream) != entry:
-                        raise Corrupt(f"{base}/{name} has changed: its SHA-256 is not the manifest's")
-        except FileNotFoundError:
-            raise Corrupt(f"{base}/{name} is missing") from None
-        if held != entry["size"]:
-            raise Corrupt(f"{base}/{name} has {held} bytes, not {entry['size']}")
     return manifest

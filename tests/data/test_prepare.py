@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from ptf import storage
 from ptf.data.prepare import prepare
 from ptf.errors import UserError
+from ptf.storage import file_verification
 
 
 def test_runs_once_for_each_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,7 @@ def test_runs_once_for_each_key(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     first = prepare(plugin, "k1", str(tmp_path / "prepared"))
     assert first == str(tmp_path / "prepared/k1")
-    assert set(storage.verify(first)["files"]) == {"model/config.json"}
+    assert set(file_verification.verify(first)["files"]) == {"model/config.json"}
     assert capsys.readouterr().out == ""
     assert prepare(plugin, "k1", str(tmp_path / "prepared")) == first
     assert capsys.readouterr().out == f"prepare: reusing {first}\n"

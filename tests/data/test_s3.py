@@ -17,6 +17,7 @@ from ptf.data.sources import reader
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
+from ptf.storage import file_verification
 from ptf.storage.store import GIVE_UP_S
 from tests.data.sources.test_rows import take, write
 
@@ -120,5 +121,5 @@ def test_a_published_directory_goes_up_and_comes_back(server: Server, tmp_path: 
     storage.commit(made, {"step": 1})
     uri = f"s3://{server.bucket}/published/v1"
     storage.upload(made, uri)
-    assert storage.verify(uri)["step"] == 1
-    assert storage.verify(storage.localize(uri, tmp_path / "copies"))["step"] == 1
+    assert file_verification.verify(uri)["step"] == 1
+    assert file_verification.verify(storage.localize(uri, tmp_path / "copies"))["step"] == 1

@@ -25,6 +25,7 @@ from ptf import storage
 from ptf.compute.tracking import is_clock, read_metrics
 from ptf.config import loads
 from ptf.run import run
+from ptf.storage import file_verification
 from tests.reliability.kills import job
 
 DEADLINE_S = 180.0
@@ -117,7 +118,7 @@ def bits(directory: Path, root: str) -> dict[str, Any]:
         row["step"]: {k: v for k, v in row.items() if not is_clock(k)}
         for row in read_metrics(directory / "metrics.jsonl")
     }
-    manifest = storage.verify(
+    manifest = file_verification.verify(
         max(uri.rpartition("/")[0] for uri in storage.listing(f"{root}/step_*/{storage.MANIFEST}"))
     )
     state = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".distcp")}

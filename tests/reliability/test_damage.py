@@ -59,8 +59,10 @@ def test_a_checkpoint_that_was_harmed_gives_way_to_the_one_before_it(made: Made)
 def test_the_trials_see_what_is_silent(made: Made, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Negative control: without reading the files, only their sizes are known."""
     scene, place = whole(made, next(make for name, make in SCENES.items() if name.startswith(kind)))
-    sizes = storage.verify
-    monkeypatch.setattr(storage, "verify", lambda directory, up_to=0.0: sizes(directory, 0.0))
+    sizes = file_verification.verify
+    monkeypatch.setattr(
+        file_verification, "verify", lambda directory, up_to=0.0, *more, **named: sizes(directory, 0.0, *more, **named)
+    )
     monkeypatch.setattr(file_verification, "_sha256", lambda uri, *_: place_hash(scene, place, uri))
     monkeypatch.setattr("tests.reliability.damage.HARMS", {"flip": HARMS["flip"]})
     assert any("silent" in fault or "Error" in fault for fault in trials(scene, place, 20, seed=0)[1])

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ptf import storage
 from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
 from ptf.run import run
+from ptf.storage import file_verification
 from ptf.train import trainer
 from tests.model import stand_ins
 from tests.tiny import arithmetic
@@ -36,7 +36,7 @@ def test_a_run_names_its_kernels_and_does_not_go_on_without_them(tmp_path: Path,
     assert "norms and rotary not compiled, gates by liger_kernel 0.8.2" in said
     checkpoints = Path(raw["output"]) / "fused" / "checkpoints"
     newest = sorted(path for path in checkpoints.iterdir() if path.is_dir())[-1]
-    packages = storage.verify(str(newest))["made_with"]["packages"]
+    packages = file_verification.verify(str(newest))["made_with"]["packages"]
     assert packages.items() >= BOTH.items()
     monkeypatch.setattr(trainer, "kernels", lambda *_: {})
     with pytest.raises(UserError, match=r"flash_attn was 2\.8\.4, is not used; liger_kernel was 0\.8\.2, is not used"):

@@ -17,7 +17,7 @@ import s3fs
 import yaml
 
 from ptf import storage
-from ptf.storage import published_versions
+from ptf.storage import file_verification, published_versions
 from tests.flows.toy import ROOT, Toy
 from tests.tiny import arithmetic
 from tests.workflow.gateway import Gateway, missing
@@ -128,13 +128,13 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
     first = published_versions.pointer(root)
     assert first is not None
     assert first.version.startswith("sft-")
-    storage.verify(f"{root}/{first.version}")
+    file_verification.verify(f"{root}/{first.version}")
 
     p.flow(FLOWS / "grpo_flow.py", "run", "--config", p.config("grpo.yaml", rl))
     made = published_versions.manifest(f"{p.root}/rl")
     assert made is not None
     assert yaml.safe_load(made["job"])["model"]["path"] == f"{root}/{first.version}"
-    storage.verify(f"{p.root}/rl/{made['version']}")
+    file_verification.verify(f"{p.root}/rl/{made['version']}")
 
     said = p.flow(FLOWS / "retrain_flow.py", "run", "--config", sft)
     assert f"nothing new since {first.version}" in said.stdout
@@ -147,7 +147,8 @@ def test_train_train_on_publish_retrain_and_go_back(place, sums):
     assert second is not None
     assert second.before == (first.version,)
     before, now = (
-        storage.verify(f"{root}/{version}")["metrics"]["loss/held_out"] for version in (first.version, second.version)
+        file_verification.verify(f"{root}/{version}")["metrics"]["loss/held_out"]
+        for version in (first.version, second.version)
     )
     assert now < before
     assert "nothing new" in p.flow(FLOWS / "retrain_flow.py", "run", "--config", sft).stdout
@@ -228,7 +229,7 @@ def crash_story(place: Any, recipe: str, crash: str) -> dict[str, bytes]:
     assert seen is not None
     assert seen.before == ()
     held = {}
-    for name in storage.verify(f"{root}/{seen.version}")["files"]:
+    for name in file_verification.verify(f"{root}/{seen.version}")["files"]:
         with storage.open_read(f"{root}/{seen.version}/{name}") as file:
             held[name] = file.read().replace(p.root.encode(), b"ROOT").replace(seen.version.encode(), b"VERSION")
     held["README.md"] = re.sub(rb"\| [0-9a-f]{16} \|", b"| STAMPS |", held["README.md"])  # of the prepared files' times
@@ -265,7 +266,7 @@ def test_of_two_that_publish_at_once_both_are_whole_and_the_pointer_names_one(pl
         publishing = [pool.submit(publish, name) for name in names]
         while not all(one.done() for one in publishing):
             if seen := published_versions.pointer(root):  # never torn, and of a version that is there whole
-                storage.verify(f"{root}/{seen.version}")
+                file_verification.verify(f"{root}/{seen.version}")
         for one in publishing:
             one.result()
     last = published_versions.pointer(root)
