@@ -705,14 +705,14 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist():
     """Every one, in a job that has the key."""
     known = {recipe: {key for key, _ in explain.keys(job)} for recipe, job in jobs_by_name().items()}
     every = set().union(*known.values())
-    for name, here in FOREIGN.items():
-        assert set(here.keys) <= every, name
+    for name, (here, _) in FOREIGN.items():
+        assert set(here) <= every, name
         assert name not in every, f"{name} is a key of ptf"
         assert any(hint(name, of) for of in known.values())
     assert hint("nothing_of_this_name", every) == ""
     brought = {"use_rslora": "model.lora.alpha", "lora_alpha": "model.lora.alpha", "max_steps": "train.steps"}
     brought |= {"num_generations": "rollout.group_size", "grad_clip": "train.max_grad_norm"}
-    assert all(key in FOREIGN[name].keys for name, key in brought.items())
+    assert all(key in FOREIGN[name][0] for name, key in brought.items())
 
 
 @pytest.mark.parametrize(
