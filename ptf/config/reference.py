@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined, core_schema
 
 from ptf.config.explain import core, section_at
 from ptf.config.schema import Job, PluginJob, jobs, online_recipes
-from ptf.config.section import Plugin, Section
+from ptf.config.section import MOST, Plugin, Section
 from ptf.config.sections.rollout import SourcePlugin
 
 INTRO = """# Config
@@ -248,7 +248,10 @@ def _word(annotation: Any, limits: Any = ()) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "plugin" if annotation is Plugin else "section"
     bounds = [
-        f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in SIGNS.items() if hasattr(limit, name)
+        f"{sign} {getattr(limit, name)}"
+        for limit in limits
+        for name, sign in SIGNS.items()
+        if getattr(limit, name, MOST) != MOST
     ]
     return " ".join([WORDS[annotation], " and ".join(bounds)]).strip()
 

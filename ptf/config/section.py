@@ -4,7 +4,7 @@ Algorithms' own keys depend on this file alone."""
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -21,14 +21,8 @@ Rules = Mapping[str, object]
 MOST = 10**15  # more of anything does not fit into the numbers that count it
 
 
-def _countable(value: int) -> int:
-    if value > MOST:
-        raise PydanticCustomError("less_than_equal", "too large", {"le": MOST})
-    return value
-
-
-Positive = Annotated[int, Field(gt=0), AfterValidator(_countable)]
-Count = Annotated[int, Field(ge=0), AfterValidator(_countable)]
+Positive = Annotated[int, Field(gt=0, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
@@ -40,7 +34,9 @@ def _steps(value: Any) -> int | float:
         raise PydanticCustomError("steps_share", "a share of the run lies between 0 and 1, steps are whole numbers")
     if value < 0:
         raise PydanticCustomError("greater_than_equal", "negative", {"ge": 0})
-    return _countable(value) if isinstance(value, int) else value
+    if value > MOST:
+        raise PydanticCustomError("less_than_equal", "too large", {"le": MOST})
+    return value
 
 
 WHOLE_OR_SHARE = {

@@ -36,29 +36,14 @@ TAG = "tag:yaml.org,2002:"
 
 DEEPEST = 100  # most nested sections and lists, sections in the key of an override, and files that extend each other
 MANY = 50_000  # most values in one text; those of an alias count each time that it is used
+TOO_DEEP = f"sections and lists are more than {DEEPEST} deep"
 LONGEST = 40  # most digits of a whole number
 
 
-class TooMuch(Exception):
-    """A text has more values than any config needs; building them could exhaust the memory."""
-
-
-class Loader(yaml.SafeLoader):
-    """A loader of YAML that refuses texts nested too deeply."""
+class CoreSchemaLoader(yaml.SafeLoader):
+    """A loader of the core schema of YAML 1.2."""
 
     yaml_implicit_resolvers: dict = {}
-    depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node as PyYAML does. Raise MarkedYAMLError if it is nested more than `DEEPEST` levels deep."""
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise yaml.MarkedYAMLError(
-                problem=f"sections and lists are more than {DEEPEST} deep", problem_mark=self.peek_event().start_mark
-            )
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
 
 
 class Dumper(yaml.CSafeDumper):
@@ -75,7 +60,7 @@ class Dumper(yaml.CSafeDumper):
 Dumper.add_representer(str, Dumper.represent_str)
 
 for _tag, _pattern, _first in RESOLVERS:
-    for _class in (Loader, Dumper):
+    for _class in (CoreSchemaLoader, Dumper):
         _class.add_implicit_resolver(TAG + _tag, re.compile(f"^(?:{_pattern})$"), _first)
 
 READ = {
@@ -273,7 +258,10 @@ def _read(text: str, start: SourceLocation, tree: Tree) -> Node | None:
     If `start` has a line, every node gets its own line as its place; otherwise all nodes get `start`.
     """
     try:
-        node = yaml.compose(_json_as_yaml(text), Loader)
+        node = yaml.compose(_json_as_yaml(text), CoreSchemaLoader)
+    except RecursionError:
+        tree.refuse(start, "", TOO_DEEP, unread=True)
+        return None
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
         line = mark.line + 1 if mark else text[: getattr(exc, "position", 0)].count("\n") + 1
@@ -281,12 +269,12 @@ def _read(text: str, start: SourceLocation, tree: Tree) -> Node | None:
         tree.refuse(start._replace(line=line if start.line else 0), "", f"not valid YAML: {what}", unread=True)
         return None
     tree.values = 0
-    try:
-        return Node(None, start) if node is None else _build(node, (), start, (), tree)
-    except TooMuch:
-        what = f"more than {MANY:,} values; those of an alias are counted each time that it is used"
-        tree.refuse(start, "", what, unread=True)
-        return None
+    built = Node(None, start) if node is None else _build(node, (), start, (), tree)
+    if tree.values <= MANY:
+        return built
+    what = f"more than {MANY:,} values; those of an alias are counted each time that it is used"
+    tree.refuse(start, "", what, unread=True)
+    return None
 
 
 def _build(
@@ -295,7 +283,9 @@ def _build(
     """Convert a YAML node. `above` are the nodes that contain it; an alias to one of them would be infinite."""
     tree.values += 1
     if tree.values > MANY:
-        raise TooMuch
+        return Node(None, place)
+    if len(above) >= DEEPEST:
+        return tree.refuse(place, ".".join(path), TOO_DEEP, unread=True)
 
     def at(inner):
         return SourceLocation(place.source, inner.start_mark.line + 1) if place.line else place
