@@ -21,11 +21,11 @@ from ptf import storage
 from ptf.compute.world import World
 from ptf.data import tokenized
 from ptf.data.character_tokenizer import CHARACTER_TEMPLATE, ROLES
+from ptf.data.document import Document, PackUnit
 from ptf.data.encode import Encode, encode_document
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.rank_balancing import group_size
-from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.token_file import ROWS_IN_GROUP, RowFile, side_by_side, unit_columns
@@ -92,7 +92,7 @@ def write_tokenized(directory: Path, documents: int, tokens: int, copies: int = 
     file, weights = RowFile(place / "000.parquet"), np.ones(tokens, np.float32)
     for first in range(0, documents, ROWS_IN_GROUP):
         rows = range(first, min(first + ROWS_IN_GROUP, documents))
-        file.write(side_by_side(unit_columns([(Sample(ids[i : i + tokens], weights, "a"),)]) for i in rows))
+        file.write(side_by_side(unit_columns([(Document(ids[i : i + tokens], weights, "a"),)]) for i in rows))
     file.close()
     for copy in range(1, copies):
         os.link(place / "000.parquet", place / f"{copy:03}.parquet")
@@ -253,7 +253,7 @@ def sequences_of(count: int) -> list[list[PackUnit]]:
     """Return packed sequences of four documents of different lengths."""
     lengths = np.random.default_rng(0).integers(8, 128, (count, 4))
     ones = np.ones(128, np.float32)
-    return [[(Sample(np.zeros(n, np.int32), ones[:n], "a"),) for n in each] for each in lengths]
+    return [[(Document(np.zeros(n, np.int32), ones[:n], "a"),) for n in each] for each in lengths]
 
 
 def dealing_to_ranks(directory: Path, ranks: int) -> Run:

@@ -32,8 +32,8 @@ from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.sections.track import TrackConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
+from ptf.data.document import Document
 from ptf.data.prefixes import pack_shared
-from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Reward, Trajectory
 from ptf.model.chunked import token_logprobs
@@ -77,7 +77,7 @@ def trainer_of(directory: Path, vocabulary: int) -> Trainer:
 def batch_of(lengths: list[int], vocabulary: int) -> Batch:
     """Return one sequence of documents."""
     rng = np.random.default_rng(0)
-    units = [(Sample(rng.integers(0, vocabulary, n).astype(np.int32), np.ones(n, np.float32), "a"),) for n in lengths]
+    units = [(Document(rng.integers(0, vocabulary, n).astype(np.int32), np.ones(n, np.float32), "a"),) for n in lengths]
     return Batch.of([units], sum(lengths))
 
 

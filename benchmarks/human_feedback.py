@@ -36,8 +36,8 @@ from published_shapes import qwen3
 from transformers import AutoModelForSequenceClassification
 
 from ptf.config import Job, fingerprint, loads
+from ptf.data.document import PackUnit, length
 from ptf.data.encode import encode_preference, encode_scored
-from ptf.data.sample import PackUnit, length
 from ptf.data.tokenizer import Tokenizer
 from ptf.evaluate.measurement import auc, measure_run
 from ptf.run import run

@@ -41,7 +41,7 @@ from benchmarks.learning import SEEDS, origins, write_rows  # noqa: E402
 from benchmarks.pages import Row, here, kept, table, write_page  # noqa: E402
 from ptf.compute.tracking import read_metrics  # noqa: E402
 from ptf.config import loads  # noqa: E402
-from ptf.data.sample import PackUnit, Sample  # noqa: E402
+from ptf.data.document import Document, PackUnit  # noqa: E402
 from ptf.data.trajectory import Group  # noqa: E402
 from ptf.errors import Stopped, UserError  # noqa: E402
 from ptf.recipes.grpo.recipe import GRPO  # noqa: E402
@@ -67,7 +67,7 @@ class Flipped(GRPO):
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
         return [
             tuple(
-                Sample(
+                Document(
                     s.tokens,
                     s.loss_weights,
                     s.source,
@@ -86,12 +86,12 @@ class Uncorrected(GRPO):
         return GRPO.loss(self.with_keys(tis_cap=None), model, batch, frozen_models)
 
 
-def shifted(samples: Callable[..., list[Sample]]) -> Callable[..., list[Sample]]:
+def shifted(samples: Callable[..., list[Document]]) -> Callable[..., list[Document]]:
     """Samples whose mask is one token too early."""
 
-    def made(*args: Any) -> list[Sample]:
+    def made(*args: Any) -> list[Document]:
         return [
-            Sample(
+            Document(
                 s.tokens, np.roll(s.loss_weights, -1), s.source, {k: np.roll(v, -1) for k, v in s.token_columns.items()}
             )
             for s in samples(*args)

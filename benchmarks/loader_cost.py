@@ -30,11 +30,10 @@ from pages import head, table, write_page
 
 from ptf import storage
 from ptf.data import encode, encoded, loader, mixture, order, packing, stream, token_file, tokenized
-from ptf.data.batch import Documents
 from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.document import Document
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
-from ptf.data.sample import Sample
 from ptf.data.sources import columnar
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
@@ -56,7 +55,7 @@ def write_data(directory: Path, documents: int, tokenizer: Tokenizer) -> float:
         for n in np.clip(rng.lognormal(np.log(MEAN) - 0.3, 0.8, ROWS_IN_GROUP), 8, SEQ_LEN).astype(int):
             weights = np.ones(n, np.float32)
             weights[: n // 3] = 0.0
-            rows.append(unit_columns([(Sample(rng.integers(0, 150_000, n).astype(np.int32), weights, "a"),)]))
+            rows.append(unit_columns([(Document(rng.integers(0, 150_000, n).astype(np.int32), weights, "a"),)]))
             total += int(n)
         file.write(side_by_side(rows))
     file.close()
@@ -121,7 +120,6 @@ STAGES = {
     "mixture": [(mixture.Mixer, "__next__")],
     "packing": [(packing.Packer, "__next__")],
     "states of the partitions": [(Loader, "_snapshot")],
-    "columns of a step's documents": [(Documents, "of")],
     "laying out": [(loader, "lay_out")],
 }
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from ptf.compute.world import World, joined
 from ptf.config.logprob_limits import LIMITS_WITH_EXPERTS, LOGPROB_LIMITS
 from ptf.config.sections.model import ModelConfig
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.data.trajectory import Generation
 from ptf.model import bridge
 from ptf.model.sampling import NO_LOGITS_PROCESSING
@@ -105,7 +105,7 @@ def answers(engine: NativeEngine, seed: int, prompts: int = PROMPTS) -> list[Gen
 def trained(model: Any, generations: Sequence[Generation], world: World) -> list[np.ndarray]:
     """The trainer's log-probs of the sampled tokens."""
     samples = [
-        Sample(np.concatenate([c.context, c.sampled_ids]), (np.arange(PROMPT + LENGTH) >= PROMPT).astype(np.float32))
+        Document(np.concatenate([c.context, c.sampled_ids]), (np.arange(PROMPT + LENGTH) >= PROMPT).astype(np.float32))
         for c in generations
     ]
     seq_len = 8 * (PROMPT + LENGTH)
@@ -182,7 +182,7 @@ def stepped(path: Path, texts: Sequence[np.ndarray]) -> Weights:
     model = trainer_of(path, "fp32", World())
     before = {name: tensor.clone() for name, tensor in bridge.hf_tensors(model)}
     parameters = {name: p.requires_grad_(True) for name, p in model.named_parameters()}
-    samples = [Sample(text, np.ones(len(text), np.float32)) for text in texts]
+    samples = [Document(text, np.ones(len(text), np.float32)) for text in texts]
     from ptf.data.batch import Batch
     from ptf.model.chunked import cross_entropy
 
@@ -245,7 +245,7 @@ def faults(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]:
         for precision in DTYPES:
             policy = trainer_of(path, precision, world)
             bridge.load_hf_tensors(policy, weights.after)
-            samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in texts]
+            samples = [Document(t.astype(np.int32), np.ones(len(t), np.float32)) for t in texts]
             values = sample_logprobs(
                 policy, samples, world, seq_len=1152, micro_batch_sequences=1, processing=NO_LOGITS_PROCESSING
             )

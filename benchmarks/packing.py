@@ -45,23 +45,20 @@ def mixes(count: int) -> dict[str, np.ndarray]:
 def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
     """Fill, documents a second of packing alone and with sequences laid out, the longest wait in sequences,
     and the sequences by numbers of their documents."""
-    from ptf.data.batch import Documents, Memory, lay_out
+    from ptf.data.batch import Buffers, lay_out
+    from ptf.data.document import Document
     from ptf.data.packing import Packer
-    from ptf.data.sample import Sample
 
     tokens = np.arange(width, dtype=np.int32) % 1000
     weights = (np.arange(width) % 3 > 0).astype(np.float32)
-    samples = [(Sample(tokens[:n], weights[:n]),) for n in lengths]
+    samples = [(Document(tokens[:n], weights[:n]),) for n in lengths]
     number = {id(unit): i for i, unit in enumerate(samples)}
     began = time.process_time()
     sequences = list(Packer(iter(samples), width, lookahead))
     packed = time.process_time()
-    memory, gathering = Memory(), 0.0
+    buffers = Buffers()
     for at in range(0, len(sequences), SEQUENCES):
-        start = time.process_time()
-        documents = Documents.of(sequences[at : at + SEQUENCES])
-        gathering += time.process_time() - start
-        lay_out(documents, width, SEQUENCES, memory)
+        lay_out(sequences[at : at + SEQUENCES], width, SEQUENCES, buffers)
     done = time.process_time()
     names = [[number[id(unit)] for unit in sequence] for sequence in sequences]
     fill = fill_of([[int(lengths[i]) for i in sequence] for sequence in names], width, lookahead)
@@ -78,7 +75,6 @@ def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, flo
         "packed_s": len(lengths) / (packed - began),
         "laid_out_s": len(lengths) / (done - began),
         "packing": (packed - began) / (done - began),
-        "gathering": gathering / (done - began),
         "token_s": float(lengths.sum()) / (done - began),
     }
     return {"fill": fill, **rates, "waited": int(waits.max()), "bias": bias}, names
@@ -174,7 +170,7 @@ def main() -> None:
             for theirs in middle.values():
                 cells += [f"{theirs['fill']:.4f}", f"{theirs['packed_s']:,.0f}"]
             lines.append([name, *cells, cpu()])
-            parts = [ptf["packing"], ptf["gathering"], 1 - ptf["packing"] - ptf["gathering"]]
+            parts = [ptf["packing"], 1 - ptf["packing"]]
             shares = [f"{part:.0%}" for part in parts]
             spent.append([name, f"{lengths.mean():,.0f}", *shares, f"{ptf['token_s'] / 1e6:,.0f}"])
             cells = [
@@ -199,7 +195,7 @@ coming into sight and its own. *Bias*: correlation of length and wait.
     tables = [
         table(names, lines),
         OF_TIME,
-        table("mix | tokens a document | packing | gathering | laying out | million tokens /s", spent),
+        table("mix | tokens a document | packing | laying out | million tokens /s", spent),
         OF_BALANCE,
         table("mix | 8 ranks × 8 sequences, in turn | balanced | 2 × 2, in turn | balanced", balance),
         "\nFill by look-ahead, and documents per CPU-second of packing lengths alone, measured once.\n",
@@ -209,7 +205,7 @@ coming into sight and its own. *Bias*: correlation of length and wait.
 
 
 OF_TIME = """
-Where the time of *laid out* goes: packing; gathering the documents' tokens and weights end to end; laying out 36 bytes
+Where the time of *laid out* goes: packing; laying out 36 bytes
 a token.
 """
 OF_BALANCE = """

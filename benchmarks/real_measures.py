@@ -54,7 +54,7 @@ def logprobs(model: Path, engine: str, precision: str) -> dict[str, Interval]:
     from ptf.compute.world import World, joined
     from ptf.config.logprob_limits import LOGPROB_LIMITS
     from ptf.config.sections.model import ModelConfig
-    from ptf.data.sample import Sample
+    from ptf.data.document import Document
     from ptf.data.tokenizer import Tokenizer
     from ptf.model.sampling import NO_LOGITS_PROCESSING
     from ptf.rl.forward_passes import sample_logprobs
@@ -69,7 +69,7 @@ def logprobs(model: Path, engine: str, precision: str) -> dict[str, Interval]:
     with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # vLLM's process group is one a process
         made = apart.submit(sampled, model, engine, precision, contexts).result()
     samples = [
-        Sample(
+        Document(
             np.concatenate([g.context, g.sampled_ids]),
             (np.arange(len(g.context) + len(g.sampled_ids)) >= len(g.context)).astype(np.float32),
         )

@@ -101,7 +101,7 @@ def documents(path: Path, vocab: int, count: int, responses: int, steps: int) ->
 
 def units_of(path: str) -> list[Any]:
     """The documents of each prompt as a unit of packing."""
-    from ptf.data.sample import Sample
+    from ptf.data.document import Document
 
     stored = np.load(path)
     cuts = np.split(stored["tokens"].astype(np.int32), np.cumsum(stored["lengths"].reshape(-1))[:-1])
@@ -109,7 +109,7 @@ def units_of(path: str) -> list[Any]:
 
     def sample(prompt, response):
         trained = np.arange(len(prompt) + len(response)) >= len(prompt)
-        return Sample(np.concatenate([prompt, response]), trained.astype(np.float32))
+        return Document(np.concatenate([prompt, response]), trained.astype(np.float32))
 
     return [
         tuple(sample(cuts[i], response) for response in cuts[i + 1 : i + width]) for i in range(0, len(cuts), width)
@@ -138,8 +138,8 @@ def ours(given: dict[str, Any]) -> None:
     from ptf.config.sections.model import ModelConfig
     from ptf.config.sections.train import TrainConfig
     from ptf.data.batch import Batch
+    from ptf.data.document import length
     from ptf.data.packing import pack_all
-    from ptf.data.sample import length
     from ptf.train.trainer import Trainer, load_model
 
     units, total, count = units_of(given["documents"]), given["written"], given["units"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ptf.data.sample import PackUnit
+from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Reward
 from ptf.recipes.grpo.recipe import GRPO
 

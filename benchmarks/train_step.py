@@ -38,14 +38,14 @@ from train_page import write
 def documents(path: Path, vocab: int, rows: int, steps: int, width: int = WIDTH) -> None:
     """`lengths` and `tokens` of the documents of so many steps, in the order of their rows, and how many each row has
     (`rows`)."""
+    from ptf.data.document import Document, length
     from ptf.data.packing import pack_all
-    from ptf.data.sample import Sample, length
 
     rng = np.random.default_rng(0)
     drawn = np.clip(rng.lognormal(np.log(180), 1.03, 600), 8, width).astype(int)
     packed = [
         [length(a) for a in row]
-        for row in pack_all([(Sample(np.zeros(n, np.int32), np.ones(n, np.float32)),) for n in drawn], width)
+        for row in pack_all([(Document(np.zeros(n, np.int32), np.ones(n, np.float32)),) for n in drawn], width)
     ]
     # passes of 4 or 8 documents need as many as that divides
     starts = [i for i in range(len(packed) - rows) if sum(map(len, packed[i : i + rows])) % (8 if rows > 1 else 4) == 0]
@@ -90,14 +90,14 @@ def prepared(given: dict[str, Any]) -> Iterator[tuple[Any, list[Any]]]:
     from ptf.config.sections.model import ModelConfig
     from ptf.config.sections.train import TrainConfig
     from ptf.data.batch import Batch
-    from ptf.data.sample import Sample
+    from ptf.data.document import Document
     from ptf.train.trainer import Trainer, load_model
 
     stored = np.load(given["documents"])
     parts = iter(np.split(stored["tokens"].astype(np.int32), np.cumsum(stored["lengths"])[:-1]))
 
     def sample(tokens):
-        return Sample(tokens, (np.arange(len(tokens)) >= 0.4 * len(tokens)).astype(np.float32))
+        return Document(tokens, (np.arange(len(tokens)) >= 0.4 * len(tokens)).astype(np.float32))
 
     rows = [[(sample(next(parts)),) for _ in range(n)] for n in stored["rows"]]
     steps = [rows[step * given["rows"] : (step + 1) * given["rows"]] for step in range(given["written"])]

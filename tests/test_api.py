@@ -171,9 +171,9 @@ def test_peft_reads_the_adapter_as_ptf_does(adapted: "ptf.Run") -> None:
     import numpy as np
 
     from ptf.data.batch import Batch
-    from ptf.data.sample import Sample
+    from ptf.data.document import Document
 
-    batch = Batch.of([[(Sample(ids[0].numpy().astype(np.int32), np.ones(6, np.float32), "a"),)]], 6)
+    batch = Batch.of([[(Document(ids[0].numpy().astype(np.int32), np.ones(6, np.float32), "a"),)]], 6)
     with torch.no_grad():
         logits = call(batch.tokens, batch.positions, batch.segments, lambda x, head: x @ head.weight.T)[0]
     found = logits[:, : wanted.shape[1]].float().log_softmax(-1)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ptf.data.batch import Batch
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 
 SIZES = {
     "vocab_size": 97,
@@ -36,10 +36,10 @@ def checkpoint(directory: Path, *, tied: bool = True, seed: int = 0, **changes: 
     return directory
 
 
-def sample(length: int, seed: int, vocab: int = SIZES["vocab_size"], trained: float = 0.6) -> Sample:
+def sample(length: int, seed: int, vocab: int = SIZES["vocab_size"], trained: float = 0.6) -> Document:
     rng = np.random.default_rng(seed)
     weights = (np.arange(length) >= length * (1 - trained)).astype(np.float32)
-    return Sample(rng.integers(0, vocab, length).astype(np.int32), weights, "a")
+    return Document(rng.integers(0, vocab, length).astype(np.int32), weights, "a")
 
 
 def packed(sequences: list[list[int]], seq_len: int, seed: int = 0) -> Batch:

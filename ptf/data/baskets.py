@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ptf.data.sample import PackUnit, Sample
+from ptf.data.document import Document, PackUnit
 from ptf.data.stream import randint
 
 # [n, 2] int32: the number of a token's basket, from 1, and of its event in the basket; (0, 0) outside of baskets
@@ -24,7 +24,7 @@ def reorder_baskets(unit: PackUnit, key: str) -> PackUnit:
     return tuple(permute_events(sample, rng) for sample in unit)
 
 
-def permute_events(sample: Sample, rng: np.random.Generator) -> Sample:
+def permute_events(sample: Document, rng: np.random.Generator) -> Document:
     """Return the sample with the events of each basket permuted.
 
     Loss weights stay with the position: the first event of a basket, whichever it is, has the weight that the first one
@@ -43,6 +43,6 @@ def permute_events(sample: Sample, rng: np.random.Generator) -> Sample:
     take = np.repeat(begins[order], sizes) + np.arange(len(sample)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     weights = np.repeat(np.maximum.reduceat(sample.loss_weights, begins), sizes)
     weights[0] = 0.0
-    token_columns = {name: values[take] for name, values in sample.token_columns.items()}
-    token_columns[BASKETS] = np.stack([where[take, 0], np.repeat(where[begins, 1], sizes)], 1)
-    return replace(sample, tokens=sample.tokens[take], loss_weights=weights, token_columns=token_columns)
+    permuted = sample.take(take)
+    baskets = np.stack([where[take, 0], np.repeat(where[begins, 1], sizes)], 1)
+    return replace(permuted, loss_weights=weights, token_columns={**permuted.token_columns, BASKETS: baskets})

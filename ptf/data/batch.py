@@ -5,16 +5,15 @@ carries the columns of the token that it predicts; the shift by one happens here
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.data.sample import PackUnit, Sample
+from ptf.data.document import Document, PackUnit
 from ptf.varlen import Varlen
 
 
@@ -22,37 +21,6 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on a device; a GPU copies from page-locked memory while the host goes on."""
     pinned = tensor.pin_memory() if device.type == "cuda" and not tensor.is_pinned() else tensor
     return pinned.to(device, non_blocking=True)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Documents:
-    """The documents of packed sequences as columns with one entry per document: what laying them out needs."""
-
-    sequences: Sequence[int]  # documents of each sequence
-    units: Sequence[int]  # pack units of each sequence
-    owned: Sequence[int]  # documents of each pack unit
-    lengths: Sequence[int]  # tokens of each document
-    tokens: np.ndarray  # [tokens of all documents] int32, one document after the other
-    weights: np.ndarray  # [tokens of all documents] float32
-    sources: Sequence[str]
-    prefix_lengths: Sequence[int]  # tokens that each document shares with an earlier one, and omits
-    token_columns: Sequence[Mapping[str, np.ndarray]]  # per-token values of each document
-
-    @staticmethod
-    def of(sequences: Sequence[Sequence[PackUnit]]) -> "Documents":
-        """Return the columns of sequences that are given as pack units."""
-        samples: list[Sample] = list(chain.from_iterable(chain.from_iterable(sequences)))
-        return Documents(
-            [sum(map(len, sequence)) for sequence in sequences],
-            [*map(len, sequences)],
-            [*map(len, chain.from_iterable(sequences))],
-            [len(sample.tokens) for sample in samples],
-            np.concatenate([np.zeros(0, np.int32), *(sample.tokens for sample in samples)], dtype=np.int32),
-            np.concatenate([sample.loss_weights for sample in samples] or [np.zeros(0, np.float32)]),
-            [sample.source for sample in samples],
-            [sample.prefix_length for sample in samples],
-            [sample.token_columns for sample in samples],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +47,33 @@ class Batch:
     @staticmethod
     def of(sequences: Sequence[Sequence[PackUnit]], seq_len: int) -> "Batch":
         """Lay out sequences of pack units, each of at most `seq_len` tokens."""
-        return lay_out(Documents.of(sequences), seq_len, max(1, len(sequences)))[0]
+        return lay_out(sequences, seq_len, max(1, len(sequences)))[0]
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device. A GPU copies from page-locked memory while the host goes on."""
-        if device.type == "cpu":
-            return self
-
-        move = partial(moved, device=device)
-        return Batch(
-            move(self.tokens),
-            move(self.targets),
-            move(self.positions),
-            move(self.segments),
-            move(self.loss_weights),
-            move(self.units),
-            self.lengths,
-            self.prefix_lengths,
-            self.sources,
-            move(self.trained_positions),
-            move(self.pairs),
-            self.varlen._replace(cu_seqlens=move(self.varlen.cu_seqlens)),
-            {k: move(v) for k, v in self.token_columns.items()},
-        )
+        return self if device.type == "cpu" else self._each(partial(moved, device=device))
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the batch."""
-        own = [self.tokens, self.targets, self.positions, self.segments, self.loss_weights, self.units]
-        return [*own, self.trained_positions, self.pairs, self.varlen.cu_seqlens, *self.token_columns.values()]
+        found: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        self._each(note)
+        return found
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with every tensor changed."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(
+            self,
+            **changed,
+            varlen=self.varlen._replace(cu_seqlens=change(self.varlen.cu_seqlens)),
+            token_columns={name: change(values) for name, values in self.token_columns.items()},
+        )
 
     def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums over documents, weighted by `weights` (default: the batch's): [B, T] → [documents]."""
@@ -117,7 +84,7 @@ class Batch:
 
 
 @dataclass
-class Memory:
+class Buffers:
     """A pool of buffers, each of which is used again when no array refers to it any more.
 
     Touching fresh memory for the first time costs more than laying out a sequence there. `pinned`: page-locked memory,
@@ -125,149 +92,100 @@ class Memory:
     """
 
     pinned: bool = False
-    _blocks: list[np.ndarray] = field(default_factory=list)
+    _made: list[np.ndarray] = field(default_factory=list)
 
-    def block(self, n: int) -> np.ndarray:
-        """Return a block of n bytes, not initialised. It is in use as long as a view of it exists."""
-        self._blocks = [block for block in self._blocks if block.nbytes == n]
-        for i in range(len(self._blocks)):
-            if sys.getrefcount(self._blocks[i]) == HELD_HERE:
-                return self._blocks[i]
+    def buffer(self, n: int) -> np.ndarray:
+        """Return a buffer of n bytes, not initialised. It is in use as long as a view of it exists."""
+        self._made = [made for made in self._made if made.nbytes == n]
+        for i in range(len(self._made)):
+            if sys.getrefcount(self._made[i]) == HELD_HERE:
+                return self._made[i]
         fresh = torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy() if self.pinned else np.empty(n, np.uint8)
-        self._blocks.append(fresh)
+        self._made.append(fresh)
         del fresh
-        return self._blocks[-1]
+        return self._made[-1]
 
 
 HELD_HERE = 2  # the list, and the argument of getrefcount
 
 
 def lay_out(
-    documents: Documents, seq_len: int, micro_batch_sequences: int, memory: Memory | None = None
+    sequences: Sequence[Sequence[PackUnit]], seq_len: int, micro_batch_sequences: int, buffers: Buffers | None = None
 ) -> list[Batch]:
     """Lay out sequences of at most `seq_len` tokens as batches of `micro_batch_sequences`; the last one may have fewer.
 
-    The batches are slices of the same arrays, which lie in `memory`: numpy's calls cost more than copying a short
-    document, so all sequences are laid out together.
+    The batches are slices of the same arrays, which lie in `buffers`.
     """
-    sequences = len(documents.sequences)
-    lengths = np.array(documents.lengths, np.int64)
-    before = np.cumsum([0, *documents.sequences])  # documents before each sequence, and in all
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    filled = np.diff(ends[before])
-    assert (filled <= seq_len).all(), (
-        f"sequence {int(filled.argmax())} holds {int(filled.max(initial=0))} tokens, more than {seq_len}"
-    )
-    # where each document starts in the padded sequences, laid end to end
-    starts = ends[:-1] + np.repeat(np.arange(sequences) * seq_len - ends[before[:-1]], documents.sequences)
-    cuts, pads = before.tolist(), (seq_len - filled).tolist()
-
-    arrays = _arrays(sequences, seq_len, memory or Memory())
-    _fill_tokens(arrays, documents, pads, ends[before].tolist(), starts + lengths - 1)
-
-    token_columns = _spread_columns(documents.token_columns, starts.tolist(), (sequences, seq_len))
-    units_before, owners = np.cumsum([0, *documents.units]), np.repeat(np.arange(len(documents.owned)), documents.owned)
-    firsts = range(0, max(1, sequences), micro_batch_sequences)  # the first sequence of each batch
-    in_batches = np.diff(before[[*firsts, sequences]])  # documents in each batch
-    numbers = np.arange(len(lengths)) - np.repeat(before[[*firsts]], in_batches)
-    offsets = starts - np.array(documents.prefix_lengths, np.int64)
-    room = before[1:] + np.arange(sequences)  # the padding of a sequence is one more document after its own
-    spans, numbers, offsets = (
-        _interleave(lengths, room, seq_len - filled),
-        _interleave(numbers, room, -1),
-        _interleave(offsets, room, 0),
-    )
-    document_cuts = [n + sequence for sequence, n in enumerate(cuts)]
-    arrays["segments"].reshape(-1)[:] = np.repeat(numbers, spans)
-    np.subtract(np.arange(sequences * seq_len), np.repeat(offsets, spans), out=arrays["positions"].reshape(-1))
-    arrays["positions"][arrays["segments"] < 0] = 0
+    arrays = _arrays(len(sequences), seq_len, buffers or Buffers())
+    token_columns: dict[str, np.ndarray] = {}  # with zeros for documents that do not carry them
+    for document in (document for sequence in sequences for unit in sequence for document in unit):
+        for name, values in document.token_columns.items():
+            if name not in token_columns:
+                token_columns[name] = np.zeros((len(sequences), seq_len, *values.shape[1:]), values.dtype)
     batches = []
-    for first in firsts:
-        end = min(first + micro_batch_sequences, sequences)
-        start, stop = cuts[first], cuts[end]
-        part = {name: torch.from_numpy(values[first:end]) for name, values in arrays.items() if name != "own"}
-        units = owners[start:stop] - units_before[first]
-        prefix_lengths = tuple(documents.prefix_lengths[start:stop])
-        batches.append(
-            Batch(
-                **part,
-                units=torch.from_numpy(units),
-                lengths=tuple(documents.lengths[start:stop]),
-                prefix_lengths=prefix_lengths,
-                sources=tuple(documents.sources[start:stop]),
-                trained_positions=torch.from_numpy(np.flatnonzero(arrays["loss_weights"][first:end] != 0)),
-                pairs=torch.from_numpy(np.flatnonzero(units[1:] == units[:-1])),
-                varlen=_varlen(spans[document_cuts[first] : document_cuts[end]], any(prefix_lengths)),
-                token_columns={name: torch.from_numpy(values[first:end]) for name, values in token_columns.items()},
-            )
-        )
+    for first in range(0, max(1, len(sequences)), micro_batch_sequences):
+        part = slice(first, first + micro_batch_sequences)
+        own = {name: values[part] for name, values in arrays.items()}
+        own_columns = {name: values[part] for name, values in token_columns.items()}
+        batches.append(_lay_out_batch(sequences[part], own, own_columns))
     return batches
 
 
-def _varlen(lengths: np.ndarray, shares_prefix: bool) -> Varlen:
-    """Return the `Varlen` of documents and paddings of these lengths; those of length 0 are left out."""
-    ends = np.cumsum(lengths[lengths > 0], dtype=np.int32)
-    return Varlen(torch.from_numpy(np.append(np.int32(0), ends)), int(lengths.max(initial=0)), shares_prefix)
-
-
-def _arrays(sequences: int, seq_len: int, memory: Memory) -> dict[str, np.ndarray]:
-    """Return the arrays of a batch, not filled.
-
-    `own` are the weights of the tokens themselves; `loss_weights` is the same memory, one token later.
-    """
+def _arrays(sequences: int, seq_len: int, buffers: Buffers) -> dict[str, np.ndarray]:
+    """Return the arrays of sequences that hold nothing but padding."""
     n = sequences * seq_len
-    block = memory.block(4 * (8 * n) + 4 * (n + 1))
-    result = {
-        name: block[i * 8 * n : (i + 1) * 8 * n].view(np.int64)
+    buffer = buffers.buffer(4 * 8 * n + 4 * n)
+    arrays: dict[str, np.ndarray] = {
+        name: buffer[i * 8 * n : (i + 1) * 8 * n].view(np.int64)
         for i, name in enumerate(("tokens", "targets", "positions", "segments"))
     }
-    loss = block[4 * (8 * n) :].view(np.float32)
-    return {
-        name: values.reshape(sequences, seq_len)
-        for name, values in {**result, "own": loss[:n], "loss_weights": loss[1:]}.items()
-    }
+    arrays["loss_weights"] = buffer[4 * 8 * n :].view(np.float32)
+    for name, values in arrays.items():
+        values[:] = -1 if name == "segments" else 0
+    return {name: values.reshape(sequences, seq_len) for name, values in arrays.items()}
 
 
-def _fill_tokens(
-    arrays: Mapping[str, np.ndarray],
-    documents: Documents,
-    pads: list[int],
-    sequence_ends: Sequence[int],
-    last: np.ndarray,
-) -> None:
-    """Fill in tokens, targets and weights.
-
-    `sequence_ends` are the tokens up to each sequence, `pads` is the padding of each sequence, and `last` the places of
-    the documents' last tokens, which have no target.
-    """
-    for name, values in (("tokens", documents.tokens), ("own", documents.weights)):
-        zeros = np.zeros(max(pads, default=0), values.dtype)
-        padded = [zeros[:0]]  # the values of each sequence, and the zeros that pad it
-        for (start, end), n in zip(pairwise(sequence_ends), pads, strict=True):
-            padded += (values[start:end], zeros[:n])
-        np.concatenate(padded, out=arrays[name].reshape(-1), casting="same_kind")
-    arrays["targets"].reshape(-1)[:-1] = arrays["tokens"].reshape(-1)[1:]
-    arrays["targets"].reshape(-1)[last], arrays["loss_weights"].reshape(-1)[last] = 0, 0.0
-    arrays["targets"][:, -1], arrays["loss_weights"][:, -1] = 0, 0.0
-
-
-def _interleave(values: np.ndarray, at: np.ndarray, more: np.ndarray | int) -> np.ndarray:
-    """Return `values` with further elements inserted so that they stand at the indices `at`."""
-    result = np.empty(len(values) + len(at), np.int64)
-    others = np.ones(len(result), bool)
-    others[at] = False
-    result[at], result[others] = more, values
-    return result
-
-
-def _spread_columns(
-    carried: Sequence[Mapping[str, np.ndarray]], starts: Sequence[int], shape: tuple[int, int]
-) -> dict[str, np.ndarray]:
-    """Return each column for all sequences, with zeros for documents that do not carry it."""
-    result: dict[str, np.ndarray] = {}
-    for at, token_columns in zip(starts, carried, strict=True):
-        for name, values in token_columns.items():
-            if name not in result:
-                result[name] = np.zeros((shape[0] * shape[1], *values.shape[1:]), values.dtype)
-            result[name][at : at + len(values) - 1] = values[1:]
-    return {name: values.reshape(*shape, *values.shape[1:]) for name, values in result.items()}
+def _lay_out_batch(
+    sequences: Sequence[Sequence[PackUnit]], arrays: Mapping[str, np.ndarray], token_columns: Mapping[str, np.ndarray]
+) -> Batch:
+    """Fill in the documents of one batch. A document's last token has no target."""
+    tokens, targets, positions = arrays["tokens"], arrays["targets"], arrays["positions"]
+    segments, loss_weights = arrays["segments"], arrays["loss_weights"]
+    documents: list[Document] = []
+    units: list[int] = []  # of each document
+    spans: list[int] = []  # the lengths of documents and of the padding behind those of a sequence
+    number = -1
+    for row, sequence in enumerate(sequences):
+        start = 0
+        for unit in sequence:
+            number += 1
+            for document in unit:
+                n, before = len(document.tokens), document.prefix_length
+                end = start + n
+                assert end <= tokens.shape[1], f"sequence {row} holds {end} tokens or more, not {tokens.shape[1]}"
+                tokens[row, start:end] = document.tokens
+                targets[row, start : end - 1] = document.tokens[1:]
+                positions[row, start:end] = np.arange(before, before + n)
+                segments[row, start:end] = len(documents)
+                loss_weights[row, start : end - 1] = document.loss_weights[1:]
+                for name, values in document.token_columns.items():
+                    token_columns[name][row, start : end - 1] = values[1:]
+                documents.append(document)
+                units.append(number)
+                spans.append(n)
+                start = end
+        spans.append(tokens.shape[1] - start)
+    of_unit = np.array(units, np.int64)
+    ends = np.cumsum([n for n in spans if n], dtype=np.int32)
+    prefix_lengths = tuple(document.prefix_length for document in documents)
+    return Batch(
+        **{name: torch.from_numpy(values) for name, values in arrays.items()},
+        units=torch.from_numpy(of_unit),
+        lengths=tuple(len(document.tokens) for document in documents),
+        prefix_lengths=prefix_lengths,
+        sources=tuple(document.source for document in documents),
+        trained_positions=torch.from_numpy(np.flatnonzero(loss_weights)),
+        pairs=torch.from_numpy(np.flatnonzero(of_unit[1:] == of_unit[:-1])),
+        varlen=Varlen(torch.from_numpy(np.append(np.int32(0), ends)), max(spans, default=0), any(prefix_lengths)),
+        token_columns={name: torch.from_numpy(values) for name, values in token_columns.items()},
+    )

@@ -17,10 +17,10 @@ import numpy as np
 
 from ptf.data.completion import INSIDE, complete_answer
 from ptf.data.context import raise_if_unseen
+from ptf.data.document import Document
 from ptf.data.incremental_encode import encode_incrementally
 from ptf.data.messages import LARGEST, THOUGHTS
 from ptf.data.rendering import WAYS_OUT
-from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -52,7 +52,7 @@ def chat_samples(
     tools: Any = None,
     arguments: Mapping[str, Any] | None = None,
     scored: bool = False,
-) -> list[Sample]:
+) -> list[Document]:
     """Return the samples of one conversation, in which each turn that `train_on` names is trained exactly once, or is
     `scored` only, which an empty one may be.
 
@@ -219,15 +219,15 @@ def _marked(
     }
 
 
-def _sample(ids: list[int], spans: Sequence[AssistantSpan], source: str) -> Sample:
+def _sample(ids: list[int], spans: Sequence[AssistantSpan], source: str) -> Document:
     """Return one document as a sample in which the given turns are trained."""
     weights = np.zeros(len(ids), np.float32)
     for turn in spans:
         weights[turn.start : len(turn.ids)] = turn.weight
-    return Sample(np.array(ids, np.int32), weights, source)
+    return Document(np.array(ids, np.int32), weights, source)
 
 
-def _all_of(samples: Sequence[list[int]], source: str) -> list[Sample]:
+def _all_of(samples: Sequence[list[int]], source: str) -> list[Document]:
     """Return samples in which every token is trained once.
 
     The tokens that a sample shares with the start of the one before it have weight 0.
@@ -238,7 +238,7 @@ def _all_of(samples: Sequence[list[int]], source: str) -> list[Sample]:
         pairs = enumerate(zip(before, ids, strict=False))
         common = next((k for k, (a, b) in pairs if a != b), min(len(before), len(ids)))
         weights[:common] = 0.0
-        result.append(Sample(np.array(ids, np.int32), weights, source))
+        result.append(Document(np.array(ids, np.int32), weights, source))
         before = ids
     return result
 

@@ -5,13 +5,14 @@ every recipe: the row's file, the names of its columns there, and samples that a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, in_turns, served_turns, trained_turns
 from ptf.data.context import raise_if_unseen
+from ptf.data.document import Document, PackUnit, length
 from ptf.data.forms import COLUMNS, Columns, advice
 from ptf.data.kinds import KINDS, label_of, shaped
 from ptf.data.messages import finite
@@ -19,7 +20,6 @@ from ptf.data.prefixes import prefix_groups
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
 from ptf.data.rendering import row_arguments
 from ptf.data.response_conversation import as_history, differ, history_of, is_conversation, join_answer
-from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.rows import RawRow
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
@@ -127,7 +127,7 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
         VALUE + name: np.repeat(np.array([(x or 0.0, x is not None) for x in v], np.float32), sizes, 0)
         for name, v in values.items()
     }
-    return [(Sample(np.array(tokens, np.int32), np.array(weights, np.float32), source, token_columns),)]
+    return [(Document(np.array(tokens, np.int32), np.array(weights, np.float32), source, token_columns),)]
 
 
 def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
@@ -214,12 +214,12 @@ def _reward(value: Any, name: str) -> float:
     return float(value)
 
 
-def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, float, float]], source: str) -> Sample:
+def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, float, float]], source: str) -> Document:
     """Return a sample of scored responses, each given as (start, end, reward, weight) with its token range."""
     weights, scores, lengths = np.zeros((3, len(ids)), np.float32)
     for start, end, reward, weight in answers:
         weights[end - 1], scores[end - 1], lengths[end - 1] = weight, reward, end - start
-    return Sample(np.asarray(ids, np.int32), weights, source, {"score": scores, "answer_length": lengths})
+    return Document(np.asarray(ids, np.int32), weights, source, {"score": scores, "answer_length": lengths})
 
 
 def answered(
@@ -231,7 +231,7 @@ def answered(
     name: str = "completion",
     arguments: Mapping[str, Any] | None = None,
     scored: bool = False,
-) -> Sample:
+) -> Document:
     """Return the sample of a response to a prompt, in which only the response, its last message, is trained, or is
     `scored` only, which an empty one may be.
 
@@ -250,7 +250,7 @@ def answered(
     return sample
 
 
-def _trained_from(start: int, ids: list[int], tokenizer: Tokenizer, source: str) -> Sample:
+def _trained_from(start: int, ids: list[int], tokenizer: Tokenizer, source: str) -> Document:
     """Return ids of which those from `start` on are trained, and the end-of-text token.
 
     The first token is never trained, because nothing predicts it.
@@ -262,7 +262,7 @@ def _trained_from(start: int, ids: list[int], tokenizer: Tokenizer, source: str)
         ids = [*ids, eos]
     weights = np.ones(len(ids), np.float32)
     weights[: max(1, start)] = 0.0
-    return Sample(np.array(ids, np.int32), weights, source)
+    return Document(np.array(ids, np.int32), weights, source)
 
 
 def encode_prompt(row: Row, tokenizer: Tokenizer, source: str, index: int) -> Prompt:
@@ -307,10 +307,10 @@ def limit_length(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUn
                 f"{length(unit)} tokens of {len(unit)} samples that belong together cannot be split: "
                 "use data.too_long drop or truncate"
             )
-        pieces = [_cut(sample, start, end) for sample in unit for start, end in _ends(sample, seq_len)]
+        pieces = [sample.take(slice(start, end)) for sample in unit for start, end in _ends(sample, seq_len)]
         return [(piece,) for piece in pieces if piece.loss_weights[1:].any()]
     room = seq_len // len(unit)
-    cut = tuple(_cut(s, *next(_ends(s, room))) for s in unit)
+    cut = tuple(s.take(slice(*next(_ends(s, room)))) for s in unit)
     return [cut] if all(s.loss_weights[1:].any() for s in cut) else []
 
 
@@ -320,10 +320,10 @@ def _scored_within(unit: PackUnit, seq_len: int) -> PackUnit | None:
     judged = np.flatnonzero(first.loss_weights[:seq_len])
     if others or "answer_length" not in first.token_columns or not len(judged):
         return None
-    return (_cut(first, 0, int(judged[-1]) + 1),)
+    return (first.take(slice(int(judged[-1]) + 1)),)
 
 
-def _ends(s: Sample, most: int) -> Iterator[tuple[int, int]]:
+def _ends(s: Document, most: int) -> Iterator[tuple[int, int]]:
     """Yield where the pieces of a sample begin and end, each of at most `most` tokens.
 
     An event of a basket that fits a piece is not cut.
@@ -339,19 +339,12 @@ def _ends(s: Sample, most: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _cut(s: Sample, start: int, end: int) -> Sample:
-    """Return the tokens of a sample from `start` to before `end`."""
-    return Sample(
-        s.tokens[start:end], s.loss_weights[start:end], s.source, {k: v[start:end] for k, v in s.token_columns.items()}
-    )
-
-
 def apply_row_weight(unit: PackUnit, row: Row) -> PackUnit:
     """Return the pack unit with its weights multiplied by the row's `weight`, where it has one."""
     weight = row_weight(row)
     if weight == 1:
         return unit
-    weighted = tuple(Sample(s.tokens, s.loss_weights * np.float32(weight), s.source, s.token_columns) for s in unit)
+    weighted = tuple(replace(s, loss_weights=s.loss_weights * np.float32(weight)) for s in unit)
     if not all(np.isfinite(s.loss_weights).all() for s in weighted):
         raise UserError(f"the row's `weight` {weight:g} is too large for those of its messages")
     return weighted

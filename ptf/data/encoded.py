@@ -1,58 +1,28 @@
-"""The encoded stream of a source in a partition: its rows, read and encoded to stream units, one after the other.
+"""The encoded stream of a source in a partition: its rows, read and encoded to pack units, one after the other.
 
-A stream unit that waits in a partition's windows is identified by the place that it was read from: a state holds
-places, and the process that continues from the state reads the stream units again.
+A unit that waits in a partition's windows is identified by the place that it was read from: a state holds places, and
+the process that continues from the state reads the units again.
 """
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from ptf.data.baskets import reorder_baskets
+from ptf.data.document import PackUnit, Place
 from ptf.data.encode import Encoder
 from ptf.data.order import PartitionSource
-from ptf.data.sample import PackUnit, length
 from ptf.data.sources.rows import RawRow
 from ptf.data.stream import Deferred
 from ptf.errors import UserError
 
 
-class StreamUnit(NamedTuple):
-    """What the streams of a partition yield: a pack unit, and the place that it was read from."""
-
-    unit: PackUnit
-    source: str  # the source that the row was read from
-    epoch: int
-    file: int
-    block: int  # its number in the file
-    row: int
-    number: int  # of the unit among the row's units
-    empty_before: int  # rows just before it that gave no unit
-    rows: float  # rows that the unit stands for: the rows `empty_before`, and the unit's share of its own row
-
-    @property
-    def length(self) -> int:
-        """The tokens of the pack unit."""
-        return length(self.unit)
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Epoch, file, block, row, number in the row, empty rows before it, checksum.
-
-        When the stream unit is read again, the checksum of its tokens shows whether it is the same one.
-        """
-        crc = 0
-        for sample in self.unit:
-            crc = zlib.crc32(np.ascontiguousarray(sample.tokens).data, crc)
-        return *self[2:8], crc - (1 << 31)
-
-
 @dataclass(eq=False)
 class Encoded:
-    """Stream[StreamUnit]: the samples of a partition's rows, one after the other.
+    """Stream[PackUnit]: the samples of a partition's rows, one after the other.
 
     It ends if no row of the partition will ever give a sample, although rows of other partitions do.
     """
@@ -64,12 +34,12 @@ class Encoded:
     patience: int  # epochs without a sample, after which `any_sample` says whether any row of the source gives one
     any_sample: Callable[[], bool]
     reorder: str  # names the randomness by which the events of a basket are permuted each time it is read
-    _pending: list[StreamUnit] = field(default_factory=list)  # units of the last row, the next one last
+    _pending: list[PackUnit] = field(default_factory=list)  # units of the last row, the next one last
     _empty_rows: int = 0  # rows without a sample since the last row with one
     _last_epoch: int = 0  # the epoch of the last row with a sample
     _ended: bool = False
 
-    def __next__(self) -> StreamUnit:
+    def __next__(self) -> PackUnit:
         while not self._pending:
             if self._ended:
                 raise StopIteration
@@ -78,45 +48,46 @@ class Encoded:
                 if not self.any_sample():
                     raise UserError(f"no row of {self.source.path} left a sample to train on: {self.encoder.counts}")
                 self._ended = True
-            self._pending = self._items(row, self.encoder(row), self._empty_rows)[::-1]
+            self._pending = self._placed(row, self.encoder(row), self._empty_rows)[::-1]
             self._empty_rows = 0 if self._pending else self._empty_rows + 1
             if self._pending:
                 self._last_epoch = row.epoch
         return self._pending.pop()
 
-    def _items(self, row: RawRow, units: Sequence[PackUnit], empty_rows: int) -> list[StreamUnit]:
-        """Return the stream units of one row."""
-        n, place = len(units), (row.epoch, row.file, row.number, row.row)
-        ordered = [reorder_baskets(unit, f"{self.reorder}/{(*place, i)}") for i, unit in enumerate(units)]
-        return [
-            StreamUnit(unit, self.name, *place, i, 0 if i else empty_rows, (0 if i else empty_rows) + 1 / n)
-            for i, unit in enumerate(ordered)
-        ]
+    def _placed(self, row: RawRow, units: Sequence[PackUnit], empty_rows: int) -> list[PackUnit]:
+        """Return the units of one row with their places; those of baskets in an order that the place names."""
+        row_place, placed = (row.epoch, row.file, row.number, row.row), []
+        for i, unit in enumerate(units):
+            empty = 0 if i else empty_rows
+            place = Place(self.name, *row_place, i, empty, empty + 1 / len(units))
+            ordered = reorder_baskets(unit, f"{self.reorder}/{(*row_place, i)}")
+            placed.append(tuple(replace(document, place=place) for document in ordered))
+        return placed
 
-    def dump(self, items: Sequence[StreamUnit]) -> np.ndarray:
-        """Return the places and checksums of stream units, [stream units, 7] int32."""
-        return np.array([item.place for item in items], np.int32).reshape(-1, 7)
+    def dump(self, units: Sequence[PackUnit]) -> np.ndarray:
+        """Return the places and checksums of units, [units, 7] int32."""
+        return np.array([_identity(unit) for unit in units], np.int32).reshape(-1, 7)
 
-    def load(self, places: np.ndarray) -> list[StreamUnit]:
-        """Read the samples of places again, every row once.
+    def load(self, places: np.ndarray) -> list[PackUnit]:
+        """Read the units of places again, every row once.
 
-        Raise UserError where another sample is found.
+        Raise UserError where another unit is found.
         """
-        by_place: dict[tuple[int, ...], StreamUnit] = {}
+        by_place: dict[tuple[int, ...], PackUnit] = {}
         for key in sorted({tuple(place) for place in places.tolist()}):
             epoch, file, number, row, i, empty_rows, _ = key
             at = self.source.at(file, number, row, epoch)
-            items = self._items(at, self.reread_encoder(at), empty_rows)
-            if i >= len(items) or items[i].place != key:
+            units = self._placed(at, self.reread_encoder(at), empty_rows)
+            if i >= len(units) or _identity(units[i]) != key:
                 raise UserError(
                     f"{at.where} is not what it was when the checkpoint was written: "
                     "training cannot continue where it stopped"
                 )
-            by_place[key] = items[i]
+            by_place[key] = units[i]
         return [by_place[tuple(place)] for place in places.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last stream unit; `settle` finishes it."""
+        """Return the state after the last unit; `settle` finishes it."""
         return {
             "source": self.source.state_dict(),
             "counts": dict(self.encoder.counts),
@@ -136,3 +107,14 @@ class Encoded:
             bool(state["ended"]),
         )
         self._pending = self.load(state["pending"])
+
+
+def _identity(unit: PackUnit) -> tuple[int, ...]:
+    """Return epoch, file, block, row, number in the row, empty rows before it, and checksum of a unit.
+
+    When the unit is read again, the checksum of its tokens shows whether it is the same one.
+    """
+    crc = 0
+    for document in unit:
+        crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
+    return *unit[0].place[1:7], crc - (1 << 31)

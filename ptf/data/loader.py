@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ptf.data.batch import Batch, Documents, Memory, lay_out
+from ptf.data.batch import Batch, Buffers, lay_out
+from ptf.data.document import PackUnit, length
 from ptf.data.packing import idle
 from ptf.data.partitions import Partitions
 from ptf.data.rank_balancing import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
-from ptf.data.sample import PackUnit
 from ptf.data.stream import settle
 from ptf.errors import UserError
 
@@ -71,7 +71,7 @@ class Loader(Iterator[list[Batch]]):
         self._factory, self._partitions, self._sequences = partition_factory, partitions, sequences
         self._micro_sequences, self._seq_len = micro_batch_sequences, seq_len
         self._peers = peers if peers is not None and peers.size > 1 else None
-        self._memory = Memory(pinned=pinned)
+        self._buffers = Buffers(pinned=pinned)
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self._template: PackUnit | None = None
@@ -120,18 +120,17 @@ class Loader(Iterator[list[Batch]]):
             sequences = [sequence or nothing for sequence in sequences]
         return sequences
 
-    def _lay_out_step(self, numbers: list[int], documents: Documents, states: _States) -> _Step:
-        batches = lay_out(documents, self._seq_len, self._micro_sequences, self._memory)
-        fill = len(documents.weights) / (len(documents.sequences) * self._seq_len)
-        return _Step(batches, numbers, fill, *states)
+    def _lay_out_step(self, sequences: list[list[PackUnit]], numbers: list[int], states: _States) -> _Step:
+        batches = lay_out(sequences, self._seq_len, self._micro_sequences, self._buffers)
+        tokens = sum(length(unit) for sequence in sequences for unit in sequence)
+        return _Step(batches, numbers, tokens / (len(sequences) * self._seq_len), *states)
 
     def _steps(self, step: int, stop: threading.Event) -> Iterator[_Step]:
         """Yield the steps from `step` on, until `stop` is set."""
         if self._peers is None:
             while not stop.is_set():
-                documents = Documents.of(self._read(step))
-                states = self._snapshot(self._partitions_of(step))
-                yield self._lay_out_step(self._sequence_numbers, documents, states)
+                sequences, states = self._read(step), self._snapshot(self._partitions_of(step))
+                yield self._lay_out_step(sequences, self._sequence_numbers, states)
                 step += 1
         else:
             yield from self._exchanged_steps(step, stop, self._peers)
@@ -142,7 +141,8 @@ class Loader(Iterator[list[Batch]]):
 
         While new steps are made, the previous ones are laid out and yielded, so that the consumer does not wait.
         """
-        ready: deque[tuple[list[int], Documents, _States]] = deque()  # steps that are exchanged but not yet yielded
+        # steps that are exchanged but not yet yielded
+        ready: deque[tuple[list[list[PackUnit]], list[int], _States]] = deque()
         together, error, ended = 1, None, None
         while not ended:
             made: list[tuple[list[list[PackUnit]], _States]] = []
@@ -162,8 +162,7 @@ class Loader(Iterator[list[Batch]]):
                 [sequences for sequences, _ in made], self._sequence_numbers, peers, FAILED if error else GOES_ON
             )
             ready += [
-                (numbers, Documents.of(sequences), states)
-                for (sequences, numbers), (_, states) in zip(exchanged, made, strict=False)
+                (sequences, numbers, states) for (sequences, numbers), (_, states) in zip(exchanged, made, strict=False)
             ]
             step, together = step + len(made), min(2 * together, STEPS)
         for step_data in ready:

@@ -6,9 +6,9 @@ stream has contributed its share to within one sample, and the counts are the mi
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
 
+from ptf.data.document import length, rows_of_unit
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import Shuffle, randint
 from ptf.errors import UserError
@@ -151,18 +151,24 @@ class Mixture:
                 )
         return {name: float(share or 0) ** (1 / self.temperature) for name, share in shares.items()}
 
-    def mixed(self, streams: Mapping[str, Shuffle[Any]], shares: Mapping[str, float], partition: int) -> Mixer[Any]:
+    def mixed(
+        self,
+        streams: Mapping[str, Shuffle[Any]],
+        shares: Mapping[str, float],
+        partition: int,
+        rows: Callable[[Any], float] = rows_of_unit,
+    ) -> Mixer[Any]:
         """Return the mixture of the streams that a partition reads.
 
-        Their items have `rows`, the rows of the source that they stand for, and `length` where shares are of tokens.
+        `rows` returns the rows of its source that an item stands for. Where shares are of tokens, items are pack units.
         """
-        size = attrgetter("length") if self.by == "tokens" else None
+        size = length if self.by == "tokens" else None
         epochs = {name: spec.epochs for name, spec in self.sources.items()}
         deficits = {name: randint(f"mix/{self.seed}/{partition}/{name}", 0, 1 << 20) / (1 << 20) for name in streams}
         return Mixer(
             streams,
             shares,
-            size=size if self.weighted else attrgetter("rows"),
+            size=size if self.weighted else rows,
             exhausted=self.ends,
             epochs=epochs,
             initial_deficits=deficits,

@@ -9,12 +9,13 @@ eighth of a sequence is filled by two or three units at once (`_first_of_last`),
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from ptf.data.sample import PackUnit, Sample, length
+from ptf.data.document import Document, PackUnit, length
 from ptf.data.stream import Deferred, Stream
 from ptf.errors import UserError
 
@@ -144,9 +145,9 @@ def _first_of_last(fits: int, mirror: int, room: int, ages: Mapping[int, Sequenc
 
 def idle(sequences: Sequence[Sequence[PackUnit]]) -> PackUnit:
     """Return a unit of one token that trains nothing, with the columns that the other samples have."""
-    like = sequences[0][0][0].token_columns if sequences and sequences[0] else {}
-    token_columns = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
-    return (Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "", token_columns),)
+    nothing = Document(np.zeros(0, np.int32), np.zeros(0, np.float32))
+    like = sequences[0][0][0].take(slice(0)) if sequences and sequences[0] else nothing
+    return (replace(like.after(np.zeros(1, np.int32)), source="", prefix_length=0),)
 
 
 def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from operator import attrgetter
 from typing import Any, Literal
 
 from ptf.data import tokenized
+from ptf.data.document import PackUnit, epoch_of
 from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong
-from ptf.data.encoded import Encoded, StreamUnit
+from ptf.data.encoded import Encoded
 from ptf.data.kinds import with_detected_kind
 from ptf.data.mixture import Mixture, rows_of
 from ptf.data.order import ORDER, Ordered, raise_if_other_order
 from ptf.data.packing import Packer
 from ptf.data.quarantine import Quarantine
-from ptf.data.sample import PackUnit
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
 from ptf.data.stream import Shuffle, Stream
@@ -30,37 +29,38 @@ from ptf.data.unread import Unread
 class Partition(Iterator[list[PackUnit]]):
     """Stream[list[PackUnit]]: a partition's packed sequences, and what its encoders counted."""
 
-    def __init__(self, encoded: Mapping[str, Encoded], items: Stream[StreamUnit], seq_len: int, lookahead: int):
-        """Make the partition: `items` mixes the sources' `encoded` streams, each of them shuffled."""
+    def __init__(self, encoded: Mapping[str, Encoded], units: Stream[PackUnit], seq_len: int, lookahead: int):
+        """Make the partition: `units` mixes the sources' `encoded` streams, each of them shuffled."""
         self._encoded, self._names = encoded, list(encoded)
-        self._packer = Packer(items, seq_len, lookahead, attrgetter("length"), self._dump, self._load)
+        self._packer = Packer(units, seq_len, lookahead, dump=self._dump, load=self._load)
         # rows of each source in the packed sequences so far; not part of the state
         self.passed = dict.fromkeys(encoded, 0.0)
 
     def __next__(self) -> list[PackUnit]:
-        sequence, passed = next(self._packer), self.passed
-        for item in sequence:
-            passed[item.source] += item.rows
-        return [item.unit for item in sequence]
+        sequence = next(self._packer)
+        for document, *_ in sequence:
+            self.passed[document.place.source] += document.place.rows
+        return sequence
 
     def counts(self) -> Mapping[str, int]:
         """Return the encoders' counts after the sequences that were taken, summed over sources."""
         each = [encoded.encoder.counts for encoded in self._encoded.values()]
         return each[0] if len(each) == 1 else {key: sum(counts[key] for counts in each) for key in COUNTS}
 
-    def _dump(self, items: Sequence[StreamUnit]) -> dict[str, Any]:
+    def _dump(self, units: Sequence[PackUnit]) -> dict[str, Any]:
+        sources = [unit[0].place.source for unit in units]
         places = {
-            name: encoded.dump([item for item in items if item.source == name])
+            name: encoded.dump([unit for unit, source in zip(units, sources, strict=True) if source == name])
             for name, encoded in self._encoded.items()
         }
-        return {"sources": [self._names.index(item.source) for item in items], "places": places}
+        return {"sources": [self._names.index(source) for source in sources], "places": places}
 
-    def _load(self, state: Mapping[str, Any]) -> list[StreamUnit]:
-        items = {name: iter(encoded.load(state["places"][name])) for name, encoded in self._encoded.items()}
-        return [next(items[self._names[i]]) for i in state["sources"]]
+    def _load(self, state: Mapping[str, Any]) -> list[PackUnit]:
+        units = {name: iter(encoded.load(state["places"][name])) for name, encoded in self._encoded.items()}
+        return [next(units[self._names[i]]) for i in state["sources"]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last stream unit; `settle` finishes it."""
+        """Return the state after the last sequence; `settle` finishes it."""
         return {"order": ORDER, **self._packer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Partitions:
         for name in self.sources:
             encoded[name] = each = self._encoded(name, partition)
             shuffled[name] = Shuffle(
-                each, self.shuffle, f"shuffle/{self.seed}/{partition}/{name}", attrgetter("epoch"), each.dump, each.load
+                each, self.shuffle, f"shuffle/{self.seed}/{partition}/{name}", epoch_of, each.dump, each.load
             )
         mixed = self.mixture.mixed(shuffled, self.shares, partition)
         return Partition(encoded, mixed, self.seq_len, self.lookahead)

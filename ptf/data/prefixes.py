@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ptf.data.sample import PackUnit, Sample, length
+from ptf.data.document import Document, PackUnit, length
 from ptf.errors import UserError
 
 
-def untrained_prefix(sample: Sample) -> bytes:
+def untrained_prefix(sample: Document) -> bytes:
     """Return the tokens before the first one with a weight or a non-zero column, as bytes; b"" if fewer than two."""
     used = sample.loss_weights != 0
     for values in sample.token_columns.values():
@@ -25,18 +25,12 @@ def untrained_prefix(sample: Sample) -> bytes:
     return sample.tokens[: first[0]].tobytes() if len(first) and first[0] > 1 else b""
 
 
-def without_prefix(sample: Sample, n: int) -> Sample:
+def without_prefix(sample: Document, n: int) -> Document:
     """Return the sample without its first n tokens."""
-    return replace(
-        sample,
-        tokens=sample.tokens[n:],
-        loss_weights=sample.loss_weights[n:],
-        token_columns={name: v[n:] for name, v in sample.token_columns.items()},
-        prefix_length=n,
-    )
+    return replace(sample.take(slice(n, None)), prefix_length=n)
 
 
-def prefix_groups(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
+def prefix_groups(samples: Sequence[Document], seq_len: int) -> list[PackUnit]:
     """Group the samples of one row into units of at most `seq_len` tokens that share prefixes.
 
     The longest sample of a group is whole, and the others follow it without the prefix. So a conversation whose every
@@ -61,26 +55,15 @@ def prefix_groups(samples: Sequence[Sample], seq_len: int) -> list[PackUnit]:
     return units
 
 
-def separate(unit: PackUnit) -> list[Sample]:
+def separate(unit: PackUnit) -> list[Document]:
     """Return the samples of a group, each with its prefix."""
     head = unit[0]
     return [head, *(with_prefix(head, sample) for sample in unit[1:])]
 
 
-def with_prefix(head: Sample, sample: Sample) -> Sample:
+def with_prefix(head: Document, sample: Document) -> Document:
     """Return a sample with the prefix that it shares with `head`; the prefix has no weight and zeros in the columns."""
-    n = sample.prefix_length
-    token_columns = {
-        name: np.concatenate([np.zeros((n, *v.shape[1:]), v.dtype), v]) for name, v in sample.token_columns.items()
-    }
-    weights = np.concatenate([np.zeros(n, np.float32), sample.loss_weights])
-    return replace(
-        sample,
-        tokens=np.concatenate([head.tokens[:n], sample.tokens]),
-        loss_weights=weights,
-        token_columns=token_columns,
-        prefix_length=0,
-    )
+    return replace(sample.after(head.tokens[: sample.prefix_length]), prefix_length=0)
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -36,7 +36,6 @@ class _PromptRow(NamedTuple):
     source: str
     place: tuple[int, int, int, int]  # epoch, file, block, row
     epoch: int
-    rows: float = 1.0
 
 
 def _text(row: RawRow, spec: SourceSpec, source: str) -> _PromptRow:
@@ -121,7 +120,7 @@ class Prompts:
             )
         self.mixture = Mixture(sources, seed, temperature)
         self.shares = self.mixture.shares(self.rows)
-        self._mixer = self.mixture.mixed(streams, self.shares, 0)
+        self._mixer = self.mixture.mixed(streams, self.shares, 0, rows=lambda row: 1.0)
 
     @property
     def rows(self) -> dict[str, int | None]:

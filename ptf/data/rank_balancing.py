@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
+from ptf.data.document import PackUnit
 from ptf.data.packing import balanced
-from ptf.data.sample import PackUnit
 
 GROUP = 16  # ranks at most
 STEPS = 16  # at most so many steps' sequences are exchanged together

@@ -14,11 +14,11 @@ from itertools import islice
 
 import numpy as np
 
+from ptf.data.document import PackUnit, length
 from ptf.data.packing import pack_sample
 from ptf.data.partitions import Partitions
 from ptf.data.prefixes import separate
 from ptf.data.quarantine import BadRow
-from ptf.data.sample import PackUnit, length
 from ptf.data.unread import Unread
 
 LONGEST = 3

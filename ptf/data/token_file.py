@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ptf.data.sample import PackUnit, Sample
+from ptf.data.document import Document, PackUnit
 from ptf.data.sources.blocks import Block, Row
 from ptf.errors import UserError
 
@@ -224,7 +224,7 @@ class TokenRows:
             start, end = self._ends[k], self._ends[k + 1]
             own = {name: values[start:end] for name, values in columns.items()} if columns else NO_COLUMNS
             samples.append(
-                Sample(self._tokens[start:end], weights[start - before : end - before], self._sources[k], own)
+                Document(self._tokens[start:end], weights[start - before : end - before], self._sources[k], own)
             )
         remaining = iter(samples)
         return [tuple(islice(remaining, n)) for n in self._units[self._first_unit[i] : self._first_unit[i + 1]]]
@@ -239,7 +239,7 @@ ONES = np.ones(1 << 16, np.float32)
 
 def placeholder_unit(n: int) -> PackUnit:
     """Return a placeholder of a pack unit with n tokens, which has a length and no content."""
-    return (Sample(range(n), ONES[:n] if n <= len(ONES) else np.ones(n, np.float32)),)  # type: ignore[arg-type]
+    return (Document(range(n), ONES[:n] if n <= len(ONES) else np.ones(n, np.float32)),)  # type: ignore[arg-type]
 
 
 class LengthRows(TokenRows):

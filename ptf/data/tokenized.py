@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ptf import storage
+from ptf.data.document import PackUnit
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
-from ptf.data.sample import PackUnit
 from ptf.data.sources.blocks import Block, Row
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, blocks_once

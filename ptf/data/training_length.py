@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from ptf.data.document import PackUnit, length
 from ptf.data.encode import Encoder
 from ptf.data.mixture import rows_of
 from ptf.data.order import Ordered
 from ptf.data.packing import pack_sample
 from ptf.data.partitions import Partitions
 from ptf.data.prompts import Prompts
-from ptf.data.sample import PackUnit, length
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, blocks_once
 from ptf.data.token_file import LengthRows, placeholder_unit

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def group_into_documents(generations: Sequence[Generation]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class TokenRun:
     """The tokens of a run of generations, and where its sampled tokens are."""
 
     tokens: np.ndarray  # [t] int32
@@ -124,7 +124,7 @@ class Document:
     indices: np.ndarray  # [n], of the same tokens among those that all generations sampled
 
 
-def documents_of(generations: Sequence[Generation]) -> list[Document]:
+def documents_of(generations: Sequence[Generation]) -> list[TokenRun]:
     """Return the documents of an episode, in which each sampled token is once."""
     ends = np.cumsum([len(generation.sampled_ids) for generation in generations])
     documents = []
@@ -133,7 +133,7 @@ def documents_of(generations: Sequence[Generation]) -> list[Document]:
         lengths = [len(generations[i].sampled_ids) for i in run]
         starts = [len(generations[i].context) for i in run]
         documents.append(
-            Document(
+            TokenRun(
                 np.concatenate([last.context, last.sampled_ids]).astype(np.int32),
                 np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]),
                 np.concatenate([np.arange(ends[i] - n, ends[i]) for i, n in zip(run, lengths, strict=True)]),
@@ -145,7 +145,7 @@ def documents_of(generations: Sequence[Generation]) -> list[Document]:
 Group = tuple[Trajectory, ...]
 
 
-def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> list[Sample]:
+def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> list[Document]:
     """Return an episode as samples, one for each run of generations that extend each other.
 
     Every sampled token is trained once, with the same advantage or, for an array [n], with its own, and is weighted by
@@ -168,11 +168,11 @@ def samples_of(trajectory: Trajectory, advantage: float | np.ndarray = 0.0) -> l
             for name, values in columns_of_all.items()
         }
         weights = scatter(np.full(len(positions), trajectory.prompt.weight), positions, n)
-        samples.append(Sample(document.tokens, weights, trajectory.prompt.source, token_columns))
+        samples.append(Document(document.tokens, weights, trajectory.prompt.source, token_columns))
     return samples
 
 
-def last_sample_of(trajectory: Trajectory) -> Sample:
+def last_sample_of(trajectory: Trajectory) -> Document:
     """Return the sample of an episode that ends with its last sampled token."""
     last = trajectory.num_sampled_tokens - 1
     documents = documents_of(trajectory.generations)

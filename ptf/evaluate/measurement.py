@@ -24,7 +24,7 @@ from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, Plugin, dump, loads
 from ptf.config.plugin import bind, own_copy
 from ptf.config.recipes import algo_config
-from ptf.data.sample import PackUnit, Sample
+from ptf.data.document import Document, PackUnit
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.evaluate import gate
@@ -174,7 +174,7 @@ def measure_sequences(
     return metrics
 
 
-def answer_length(sample: Sample) -> int:
+def answer_length(sample: Document) -> int:
     """Return the number of a sample's tokens that are trained."""
     return int((sample.loss_weights != 0).sum())
 

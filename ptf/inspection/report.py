@@ -18,10 +18,10 @@ from ptf.compute.device_defaults import settled
 from ptf.config import Job
 from ptf.config.error import Problems
 from ptf.data.added import tokenizer_of
+from ptf.data.document import Document, PackUnit
 from ptf.data.encode import encode_prompt
 from ptf.data.forms import Row
 from ptf.data.partitions import Partitions
-from ptf.data.sample import PackUnit, Sample
 from ptf.data.survey import SourceSurvey, Survey, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import BLOCKS, DataPlan
@@ -82,7 +82,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
 def _prompt(row: Row, source: str, tokenizer: Tokenizer) -> list[PackUnit]:
     """Encode a prompt as a sample of which nothing is trained."""
     tokens = encode_prompt(row, tokenizer, source, 0).tokens
-    return [(Sample(tokens, np.zeros(len(tokens), np.float32), source),)]
+    return [(Document(tokens, np.zeros(len(tokens), np.float32), source),)]
 
 
 def few_or_all(partitions: Partitions) -> int:
@@ -91,7 +91,7 @@ def few_or_all(partitions: Partitions) -> int:
     return ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
 
 
-def spans(sample: Sample, tokenizer: Tokenizer) -> list[tuple[str, float]]:
+def spans(sample: Document, tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Return the text of a sample in pieces of equal weight, each with its weight; weight 0 is context."""
     changes = ((sample.loss_weights[1:] != sample.loss_weights[:-1]).nonzero()[0] + 1).tolist()
     edges = pairwise([0, *changes, len(sample)])

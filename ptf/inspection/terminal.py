@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.data.sources.files import shown
 from ptf.data.survey import SourceSurvey, Survey
 from ptf.inspection.report import Report, advice, outlook, spans
@@ -116,7 +116,7 @@ def _left_out(source: SourceSurvey, console: Console) -> None:
         console.print(f"bad row: {bad.where} (source {source.name}): {bad.reason}", style="red", markup=False)
 
 
-def _marked(sample: Sample, report: Report, colours: bool) -> Text:
+def _marked(sample: Document, report: Report, colours: bool) -> Text:
     """Return the text of a sample with the trained tokens marked."""
     out = Text()
     for text, weight in spans(sample, report.tokenizer):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ptf.config.logprob_limits import LOGPROB_LIMITS
 from ptf.config.section import AlgoConfig
 from ptf.data.batch import Batch
-from ptf.data.sample import PackUnit
+from ptf.data.document import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group
 from ptf.model.decoder import Decoder

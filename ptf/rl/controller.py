@@ -18,7 +18,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.shutdown import StopSignal, passing_on
 from ptf.compute.tracking import StepLines, Tracker
 from ptf.config import dump, loads, raise_if_fixed_keys_changed
-from ptf.data.sample import PackUnit
+from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Prompt, Trajectory, last_sample_of, samples_of, token_column
 from ptf.errors import Lost, Stopped, UserError
 from ptf.rl.asynchronous import AsynchronousRollouts

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ptf.compute.world import World, alone
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
 from ptf.data.prefixes import pack_shared
-from ptf.data.sample import PackUnit, Sample
 from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.decoder import Decoder
 from ptf.model.sampling import LogitsProcessing
@@ -27,7 +27,7 @@ from ptf.workspace import progress
 
 
 def packed_batches(
-    samples: Sequence[Sample],
+    samples: Sequence[Document],
     world: World,
     *,
     seq_len: int,
@@ -61,7 +61,7 @@ def packer_of(model: Decoder) -> Callable[[Sequence[PackUnit], int], list[list[P
 @torch.no_grad()
 def per_token(
     model: Decoder,
-    samples: Sequence[Sample],
+    samples: Sequence[Document],
     world: World,
     head_fn: Callable[[Batch, Tensor, Any], Tensor],
     *,
@@ -89,7 +89,7 @@ def per_token(
 @torch.no_grad()
 def per_document(
     model: Decoder,
-    samples: Sequence[Sample],
+    samples: Sequence[Document],
     world: World,
     find: Callable[[Decoder, Batch], Tensor],
     *,
@@ -110,7 +110,7 @@ def per_document(
 
 def sample_logprobs(
     model: Decoder,
-    samples: Sequence[Sample],
+    samples: Sequence[Document],
     world: World,
     *,
     seq_len: int,

@@ -22,7 +22,7 @@ from ptf.compute.world import World, alone
 from ptf.config.logprob_limits import LogprobLimits
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
-from ptf.data.sample import PackUnit, Sample
+from ptf.data.document import Document, PackUnit
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.fused import attention_of
@@ -132,7 +132,7 @@ class ModelRole:
         )
 
     @split_over_workers
-    def logprobs(self, samples: list[Sample], processing: LogitsProcessing | None = None) -> list[np.ndarray]:
+    def logprobs(self, samples: list[Document], processing: LogitsProcessing | None = None) -> list[np.ndarray]:
         """Return the log-probs of each sample's trained tokens under the sampling distribution, or another one: [n]
         each, 0 for tokens that are not trained."""
         processing = processing or self.settings.processing
@@ -216,7 +216,7 @@ class Learner(ModelRole):
         return {name: combined(name) for name in results[0]}
 
     @split_over_workers
-    def values(self, samples: list[Sample]) -> list[np.ndarray]:
+    def values(self, samples: list[Document]) -> list[np.ndarray]:
         """Return the critic's value before each trained token: [n] per sample, 0 for tokens that are not trained."""
 
         def values(batch, x, head):
@@ -225,12 +225,12 @@ class Learner(ModelRole):
         return per_token(self.model, samples, self.world, values, **self.scored)
 
     @split_over_workers
-    def last_values(self, samples: list[Sample]) -> list[float]:
+    def last_values(self, samples: list[Document]) -> list[float]:
         """Return the critic's value after the last token of each sample."""
         return per_document(self.model, samples, self.world, last_values, **self.scored)
 
     @split_over_workers
-    def base_logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
+    def base_logprobs(self, samples: list[Document]) -> list[np.ndarray]:
         """Return the same as `logprobs`, for the model without its adapters.
 
         This is the model that training started from, so no second model is needed.
@@ -241,7 +241,7 @@ class Learner(ModelRole):
     @split_over_workers
     def prompt_logprobs(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probs of tokens 1…n-1 of each context at temperature 1: the trainer's side of the canary."""
-        samples = [Sample(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
+        samples = [Document(t.astype(np.int32), np.ones(len(t), np.float32)) for t in tokens]
         return [values[1:] for values in self.logprobs(samples, NO_LOGITS_PROCESSING)]
 
     @broadcast

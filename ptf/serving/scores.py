@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.data.batch import Batch
+from ptf.data.document import Document
 from ptf.data.encode import answered
-from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult
 from ptf.errors import UserError
@@ -61,11 +61,11 @@ class ScoreService(BatchedService[tuple[Any, Any, Any], tuple[float, int] | NoRe
         A conversation is what was before the response, the response, and tools.
         """
         results = [self._sample(*one) for one in items]
-        samples = [result for result in results if isinstance(result, Sample)]
+        samples = [result for result in results if isinstance(result, Document)]
         values = iter(per_document(self.model, samples, self.world, last_value, seq_len=0, micro_batch_sequences=1))
-        return [(next(values), len(one)) if isinstance(one, Sample) else one for one in results]
+        return [(next(values), len(one)) if isinstance(one, Document) else one for one in results]
 
-    def _sample(self, history: Any, answer: Any, tools: Any) -> Sample | NoResult:
+    def _sample(self, history: Any, answer: Any, tools: Any) -> Document | NoResult:
         try:
             sample = answered(history, answer, self.tokenizer, "", tools, scored=True)
         except UserError as error:

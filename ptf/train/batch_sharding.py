@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from ptf.compute.world import World
 from ptf.data.batch import Batch
+from ptf.data.document import PackUnit, length
 from ptf.data.packing import balanced, idle
 from ptf.data.rank_balancing import work_of
-from ptf.data.sample import PackUnit, length
 
 
 def shard_sequences_singly(sequences: Sequence[Sequence[PackUnit]], world: World) -> tuple[list[Batch], list[int]]:

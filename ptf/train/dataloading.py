@@ -10,13 +10,13 @@ from ptf.compute.world import World
 from ptf.config import Job
 from ptf.config.rules import SCHEDULE_IS_LONGER, is_schedule_longer
 from ptf.data.chat import FIELD
+from ptf.data.document import PackUnit
 from ptf.data.loader import Loader
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions, pack_units_once
 from ptf.data.prompts import Prompts
 from ptf.data.quarantine import Quarantine
 from ptf.data.rank_balancing import group_size
-from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan, describe_order, is_cheap, plan_prompts, planned

@@ -16,7 +16,7 @@ import torch
 from ptf import storage
 from ptf.compute.world import World
 from ptf.data.batch import Batch
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import bridge
 from ptf.model.chunked import sampled_from, token_logprobs
@@ -61,7 +61,7 @@ def probe(model: Decoder, world: World, tokens: Sequence[int] | np.ndarray | Non
 
 
 def _batch(tokens: np.ndarray, world: World) -> Batch:
-    return Batch.of([[(Sample(tokens, np.ones(len(tokens), np.float32)),)]], len(tokens)).to(world.device)
+    return Batch.of([[(Document(tokens, np.ones(len(tokens), np.float32)),)]], len(tokens)).to(world.device)
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from ptf.compute.lease import Lease
 from ptf.compute.saver import Saver
 from ptf.compute.world import World, alone
 from ptf.config import Job
+from ptf.data.document import PackUnit
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
-from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.decoder import Decoder

@@ -30,8 +30,8 @@ from ptf.config.sections.data import Source
 from ptf.config.sections.model import ModelConfig
 from ptf.data import tokenized
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit, length
 from ptf.data.packing import pack_all
-from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import blocks_once
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
@@ -210,9 +210,9 @@ class _Precomputing:
             columns |= part
         number = itertools.count()
 
-        def with_columns(sample: Sample) -> Sample:
+        def with_columns(sample: Document) -> Document:
             token_columns = {**sample.token_columns, **columns[str(next(number))]}
-            return Sample(sample.tokens, sample.loss_weights, sample.source, token_columns)
+            return replace(sample, token_columns=token_columns)
 
         return [[tuple(with_columns(sample) for sample in unit) for unit in row] for row in rows]
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ptf.compute.world import World
-from ptf.data.sample import PackUnit
+from ptf.data.document import PackUnit
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Recipe

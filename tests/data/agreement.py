@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ptf.data.chat import chat_samples
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.conversations import Conversation
@@ -53,7 +53,7 @@ def judge(tokenizer: Tokenizer, oracle: Oracle, conversation: Conversation) -> V
     return Verdict(difference(found, expected), None, turns, sum(lengths), max(lengths))
 
 
-def outcome(tokenizer: Tokenizer, conversation: Conversation) -> list[Sample] | UserError:
+def outcome(tokenizer: Tokenizer, conversation: Conversation) -> list[Document] | UserError:
     try:
         return chat_samples(
             conversation.messages, tokenizer, "", conversation.train_on, conversation.tools, conversation.arguments
@@ -62,7 +62,7 @@ def outcome(tokenizer: Tokenizer, conversation: Conversation) -> list[Sample] | 
         return e
 
 
-def refused_otherwise(found: list[Sample] | UserError, refusal: Refusal, template: str) -> str | None:
+def refused_otherwise(found: list[Document] | UserError, refusal: Refusal, template: str) -> str | None:
     if not isinstance(found, UserError):
         return f"ptf trains what cannot be verified: {refusal}"
     if MESSAGES[refusal.reason] not in str(found):
@@ -74,7 +74,7 @@ def refused_otherwise(found: list[Sample] | UserError, refusal: Refusal, templat
     return None
 
 
-def difference(found: Sequence[Sample], expected: Sequence[Masked]) -> str | None:
+def difference(found: Sequence[Document], expected: Sequence[Masked]) -> str | None:
     if len(found) != len(expected):
         return f"{len(found)} samples, not {len(expected)}"
     for n, (sample, (ids, mask)) in enumerate(zip(found, expected, strict=True)):

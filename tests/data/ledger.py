@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ptf.data.batch import Batch
-from ptf.data.sample import PackUnit, Sample
+from ptf.data.document import Document, PackUnit
 from ptf.data.sources.rows import SourceSpec
 from tests.data.trials import BASE, SEQ_LEN, Trial, ranks, state_of
 
@@ -28,7 +28,7 @@ def numbered(row: dict[str, Any], source: str) -> list[PackUnit]:
     n = row["n"]
     tokens = np.full(2 + n % 37, n % 7, np.int32)
     tokens[:2] = n // BASE, n % BASE
-    return [(Sample(tokens, np.ones(len(tokens), np.float32), source),)]
+    return [(Document(tokens, np.ones(len(tokens), np.float32), source),)]
 
 
 def numbers(batch: Batch) -> np.ndarray:

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.document import PackUnit
 from ptf.data.encode import encode_prompt
 from ptf.data.partitions import opened, pack_units_once
 from ptf.data.prompts import prompts_once
-from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import RawRow, SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt

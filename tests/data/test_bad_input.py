@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ptf.data.document import PackUnit
 from ptf.data.encode import encode_document
 from ptf.data.partitions import Partitions
-from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.batch import Batch, Documents, Memory, lay_out
-from ptf.data.sample import PackUnit, Sample
+from ptf.data.batch import Batch, Buffers, lay_out
+from ptf.data.document import Document, PackUnit
 
 SEQ_LEN = 24
 
@@ -65,7 +65,7 @@ def packed(draw: Any) -> list[list[PackUnit]]:
                 room -= sum(unit)
                 sequence.append(
                     tuple(
-                        Sample(
+                        Document(
                             rng.integers(1, 99, n).astype(np.int32),
                             rng.normal(size=n).astype(np.float32),
                             str(n),
@@ -84,12 +84,10 @@ def packed(draw: Any) -> list[list[PackUnit]]:
 def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
     sequences: list[list[PackUnit]], micro_batch_sequences: int
 ) -> None:
-    memory = Memory()
-    memory.block(36 * len(sequences) * SEQ_LEN + 4)[:] = 255  # whatever was there before
+    buffers = Buffers()
+    buffers.buffer(36 * len(sequences) * SEQ_LEN)[:] = 255  # whatever was there before
     parts = [sequences[i : i + micro_batch_sequences] for i in range(0, len(sequences), micro_batch_sequences)]
-    for batch, part in zip(
-        lay_out(Documents.of(sequences), SEQ_LEN, micro_batch_sequences, memory), parts, strict=True
-    ):
+    for batch, part in zip(lay_out(sequences, SEQ_LEN, micro_batch_sequences, buffers), parts, strict=True):
         wanted, samples = plain(part), [sample for sequence in part for unit in sequence for sample in unit]
         for name in ("tokens", "targets", "positions", "segments", "loss_weights"):
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name
@@ -113,13 +111,16 @@ def test_memory_is_used_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPat
         return empty(*size, **more)
 
     monkeypatch.setattr(torch, "empty", without_gpu)
-    memory, sequences = Memory(pinned=pinned), [[(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
-    first = lay_out(Documents.of(sequences), SEQ_LEN, 1, memory)
+    buffers, sequences = (
+        Buffers(pinned=pinned),
+        [[(Document(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2,
+    )
+    first = lay_out(sequences, SEQ_LEN, 1, buffers)
     place, kept = first[0].tokens.data_ptr(), first[1].loss_weights[0, 3:]
     del first
     # a part of one tensor is held still
-    assert lay_out(Documents.of(sequences[:2]), SEQ_LEN, 1, memory)[0].tokens.data_ptr() != place
+    assert lay_out(sequences[:2], SEQ_LEN, 1, buffers)[0].tokens.data_ptr() != place
     assert kept[:5].tolist() == [1.0] * 5
     del kept
-    assert lay_out(Documents.of(sequences), SEQ_LEN, 1, memory)[0].tokens.data_ptr() == place
+    assert lay_out(sequences, SEQ_LEN, 1, buffers)[0].tokens.data_ptr() == place
     assert asked == [True] * 2 * pinned

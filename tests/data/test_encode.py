@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptf.data.document import Document
 from ptf.data.encode import (
     Encoder,
     encode_document,
@@ -14,7 +15,6 @@ from ptf.data.encode import (
     shaped,
 )
 from ptf.data.quarantine import Quarantine, rows_in
-from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.read_form import at
@@ -49,8 +49,8 @@ def test_bad_prompts_are_refused(characters: Tokenizer, row: dict[str, Any], mes
         encode_prompt(row, characters, "sums", 0)
 
 
-def sample(n: int, trained: int) -> Sample:
-    return Sample(
+def sample(n: int, trained: int) -> Document:
+    return Document(
         np.arange(n, dtype=np.int32),
         (np.arange(n) >= n - trained).astype(np.float32),
         "",
@@ -97,7 +97,7 @@ def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
         encoder(at({"messages": [USER]}, 4))
 
 
-def said(tokenizer: Tokenizer, sample: Sample) -> tuple[str, str]:
+def said(tokenizer: Tokenizer, sample: Document) -> tuple[str, str]:
     """All of a sample, and what of it is trained."""
     return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.loss_weights > 0])
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks import formats
+from ptf.data.document import PackUnit
 from ptf.data.kinds import shaped
 from ptf.data.partitions import pack_units_once
 from ptf.data.prompts import prompts_once
 from ptf.data.quarantine import BadRow
-from ptf.data.sample import PackUnit
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt

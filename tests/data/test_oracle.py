@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import ptf.data.chat
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.data.tokenizer import Tokenizer
 from tests.data.agreement import difference, judge, outcome
 from tests.data.conversations import Conversation, fuzzed, real, said
@@ -226,11 +226,11 @@ MISTAKES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 
 
-def changed(samples: list[Sample], mistake: Callable[[np.ndarray], Any]) -> list[Sample]:
+def changed(samples: list[Document], mistake: Callable[[np.ndarray], Any]) -> list[Document]:
     weights = samples[0].loss_weights.copy()
     mistake(weights)
     assert not np.array_equal(weights, samples[0].loss_weights)
-    return [Sample(samples[0].tokens, weights), *samples[1:]]
+    return [Document(samples[0].tokens, weights), *samples[1:]]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -247,11 +247,11 @@ def test_wrong_samples_are_seen() -> None:
     assert difference([first], expected) == "1 samples, not 2"
     assert difference([second, first], expected) == "other ids in sample 0"
     assert (
-        difference([first, Sample(second.tokens[:-1], second.loss_weights[:-1])], expected) == "other ids in sample 1"
+        difference([first, Document(second.tokens[:-1], second.loss_weights[:-1])], expected) == "other ids in sample 1"
     )
 
 
-def both(name: str) -> tuple[list[Sample], list[Masked]]:
+def both(name: str) -> tuple[list[Document], list[Masked]]:
     samples = outcome(templated(name), Conversation("test", TWO_TURNS))
     assert isinstance(samples, list)
     return samples, oracle_of(name)(TWO_TURNS)

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptf.data.document import Document
 from ptf.data.order import Ordered, PartitionSource, shares, size
 from ptf.data.partitions import Partitions
-from ptf.data.sample import Sample
 from ptf.data.sources import reader
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec
@@ -140,7 +140,7 @@ def labelled(directory: Path, rows: int, groups: int) -> SourceSpec:
 
 def partitions_of(spec: SourceSpec, partitions: int, **options: Any) -> Partitions:
     def encode(row, name):
-        return [(Sample(np.full(4, row["n"], np.int32), np.ones(4, np.float32), name),)]
+        return [(Document(np.full(4, row["n"], np.int32), np.ones(4, np.float32), name),)]
 
     return Partitions(
         {"a": spec},

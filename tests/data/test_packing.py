@@ -7,13 +7,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ptf.data.document import Document, PackUnit, length
 from ptf.data.packing import Packer, _first_of_last, balanced, pack_all
-from ptf.data.sample import PackUnit, Sample, length
 from ptf.errors import UserError
 
 
 def unit(lengths: list[int], number: int) -> PackUnit:
-    return tuple(Sample(np.full(n, number, np.int32), np.ones(n, np.float32), str(number)) for n in lengths)
+    return tuple(Document(np.full(n, number, np.int32), np.ones(n, np.float32), str(number)) for n in lengths)
 
 
 class Numbered:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit, length
 from ptf.data.encode import encode_document
 from ptf.data.packing import pack_all
 from ptf.data.partitions import Partitions
 from ptf.data.prefixes import pack_shared, prefix_groups, separate
-from ptf.data.sample import PackUnit, Sample, length
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.token_file import unit_columns
@@ -27,9 +27,9 @@ from tests.tiny import write_jsonl
 SEQ_LEN = 40
 
 
-def answered(prompt: list[int], answer: list[int], source: str = "a") -> Sample:
+def answered(prompt: list[int], answer: list[int], source: str = "a") -> Document:
     tokens, weights = np.array(prompt + answer, np.int32), np.array([0] * len(prompt) + [1] * len(answer), np.float32)
-    return Sample(tokens, weights, source, {"advantages": np.arange(len(tokens), dtype=np.float32) * (weights != 0)})
+    return Document(tokens, weights, source, {"advantages": np.arange(len(tokens), dtype=np.float32) * (weights != 0)})
 
 
 answers = st.builds(
@@ -99,7 +99,7 @@ def test_sequences_are_filled_with_what_is_left_of_other_families():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(answers, min_size=1, max_size=30))
-def test_sharing_never_takes_more_tokens(samples: list[Sample]) -> None:
+def test_sharing_never_takes_more_tokens(samples: list[Document]) -> None:
     units: list[PackUnit] = [(s,) for s in samples]
 
     def tokens(sequences):
@@ -131,7 +131,7 @@ def test_what_is_written_down_is_whole():
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> list[Sample]:
+def conversations(draw: st.DrawFn) -> list[Document]:
     """Samples of one conversation: each answers after a beginning of what was said,
     shown otherwise from some point on."""
     said = draw(st.lists(st.integers(0, 3), min_size=24, max_size=24))
@@ -147,7 +147,7 @@ def conversations(draw: st.DrawFn) -> list[Sample]:
 
 @settings(max_examples=200, deadline=None)
 @given(conversations())
-def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Sample]) -> None:
+def test_samples_of_one_row_in_families_are_what_they_were(samples: list[Document]) -> None:
     units = prefix_groups(samples, SEQ_LEN)
     assert Counter(one for unit in units for one in whole([unit])) == Counter(
         one for s in samples for one in whole([(s,)])

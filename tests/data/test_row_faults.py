@@ -12,12 +12,12 @@ import yaml
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ptf.data.document import Document, PackUnit
 from ptf.data.encode import Encoder, encode_prompt
 from ptf.data.kinds import KINDS
 from ptf.data.partitions import pack_units_once
 from ptf.data.prompts import prompts_once
 from ptf.data.quarantine import BadRow, Quarantine, rows_in
-from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -251,7 +251,7 @@ def test_any_row_becomes_units_or_is_bad_for_a_reason_of_ours(printable: Tokeniz
         if recipe == "grpo":
             return [
                 (
-                    Sample(
+                    Document(
                         prompt := encode_prompt(row, printable, name, 0).tokens, np.ones(len(prompt), np.float32), name
                     ),
                 )

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ptf import storage
 from ptf.data import tokenized
+from ptf.data.document import Document, PackUnit
 from ptf.data.partitions import Partitions
-from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.token_file import RowFile, TokenRows, runs, side_by_side, unit_columns
@@ -26,7 +26,7 @@ zeros_and_ones = st.lists(st.sampled_from([0.0, 1.0]), max_size=9)
 weights = st.lists(st.sampled_from([0.0, 1.0, -0.0, 0.3, float("nan"), float("inf")]) | st.floats(width=32), max_size=9)
 
 
-def sample(values: list[float], source: str, token_columns: bool) -> Sample:
+def sample(values: list[float], source: str, token_columns: bool) -> Document:
     n = len(values)
     tokens = (np.arange(n) * 7919 + ((1 << 31) - 7919 * n) * (n % 2)).astype(np.int32)
     carried = (
@@ -34,7 +34,7 @@ def sample(values: list[float], source: str, token_columns: bool) -> Sample:
         if token_columns
         else {}
     )
-    return Sample(tokens, np.array(values, np.float32), source, carried)
+    return Document(tokens, np.array(values, np.float32), source, carried)
 
 
 def stored(rows: list[list[PackUnit]], path: Path, group: int) -> list[TokenRows]:
@@ -92,7 +92,7 @@ def test_every_row_comes_back_to_the_bit(
 
 
 def test_a_negative_token_is_refused(tmp_path: Path) -> None:
-    negative = Sample(np.array([3, -3], np.int32), np.ones(2, np.float32), "a")
+    negative = Document(np.array([3, -3], np.int32), np.ones(2, np.float32), "a")
     with pytest.raises(AssertionError, match="negative token id"):
         stored([[(negative,)]], tmp_path / "rows.parquet", 1)
 
@@ -112,7 +112,7 @@ def written(directory: Path, tokenizer: Tokenizer, **more: Any) -> SourceSpec:
         sizes = [n if isinstance(n, list) else [n] for n in sizes]
         made.append(
             [
-                tuple(Sample(np.full(n, i, np.int32), np.arange(n, dtype=np.float32) // 3, "s") for n in unit)
+                tuple(Document(np.full(n, i, np.int32), np.arange(n, dtype=np.float32) // 3, "s") for n in unit)
                 for unit in sizes
             ]
         )
@@ -176,7 +176,7 @@ def test_a_flipped_byte_is_refused(characters: Tokenizer, tmp_path: Path) -> Non
 def test_reading_does_not_import_pandas(tmp_path: Path) -> None:
     """pyarrow imports it for its own conversions to numpy, at a second of CPU time a process."""
     file = RowFile(tmp_path / "rows.parquet")
-    five = Sample(np.arange(5, dtype=np.int32), np.ones(5, np.float32), "a")
+    five = Document(np.arange(5, dtype=np.int32), np.ones(5, np.float32), "a")
     file.write(side_by_side([unit_columns([(five,)])]))
     file.close()
     program = (

@@ -9,9 +9,9 @@ import pytest
 
 from ptf.data import tokenized
 from ptf.data.character_tokenizer import character_tokenizer
+from ptf.data.document import Document, PackUnit
 from ptf.data.encode import encode_document
 from ptf.data.partitions import Partitions, pack_units_once
-from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
@@ -147,7 +147,9 @@ def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokeniz
     def pairs(row: Any, name: str) -> list[PackUnit]:
         (unit,) = encode_document(row, characters, name)
         return (
-            [] if len(unit[0]) % 2 else [(unit[0], Sample(unit[0].tokens[:3], unit[0].loss_weights[:3], "second"))] * 2
+            []
+            if len(unit[0]) % 2
+            else [(unit[0], Document(unit[0].tokens[:3], unit[0].loss_weights[:3], "second"))] * 2
         )
 
     write(rows, tmp_path / "t", characters, pairs)
@@ -174,11 +176,11 @@ def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_pa
         ((s,),) = encode_document(row, characters, name)
         n = len(s)
         token_columns = {"score": np.full(n, 0.5, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
-        one = Sample(s.tokens, s.loss_weights, name, token_columns)
+        one = Document(s.tokens, s.loss_weights, name, token_columns)
         return [
             (
                 one,
-                Sample(
+                Document(
                     s.tokens[::-1], s.loss_weights, name, {key: values + 1 for key, values in token_columns.items()}
                 ),
             )
@@ -207,7 +209,7 @@ def test_streams_that_only_some_samples_carry_are_refused(
 
     def encode(row: Any, name: str) -> list[PackUnit]:
         ((s,),) = encode_document(row, characters, name)
-        bare, carrying = s, Sample(s.tokens, s.loss_weights, name, {"score": s.loss_weights})
+        bare, carrying = s, Document(s.tokens, s.loss_weights, name, {"score": s.loss_weights})
         late = int(row["messages"][0]["content"][:-1]) > 1200
         return [(bare, carrying)] if within else [(carrying if late else bare,)]
 

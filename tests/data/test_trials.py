@@ -30,8 +30,8 @@ def test_what_was_announced_is_what_came_where_rows_leave_nothing(
     """Which of the samples that wait in a window at the end stand for such rows is chance:
     the rows cannot be counted by a ratio of samples."""
     assert tried(IN_MIDST, tmp_path, characters).not_said == 0
-    real = Encoded._items
-    monkeypatch.setattr(Encoded, "_items", lambda self, row, units, without: real(self, row, units, 0))
+    real = Encoded._placed
+    monkeypatch.setattr(Encoded, "_placed", lambda self, row, units, without: real(self, row, units, 0))
     assert tried(IN_MIDST, tmp_path, characters).not_said == 1
 
 

@@ -25,10 +25,10 @@ import pyarrow.parquet as pq
 from ptf import storage
 from ptf.data import tokenized
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit
 from ptf.data.loader import Loader
 from ptf.data.order import PartitionSource
 from ptf.data.partitions import Partitions
-from ptf.data.sample import PackUnit, Sample
 from ptf.data.sources import reader
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
@@ -48,7 +48,7 @@ def encode(row: dict[str, Any], source: str) -> list[PackUnit]:
     for i in range(0 if n % 11 == 5 else 1 + (n % 7 == 3)):
         tokens = np.full(4 + n % 37, n % 7, np.int32)
         tokens[:4] = SOURCES.index(source), n // BASE, n % BASE, i
-        made.append((Sample(tokens, np.ones(len(tokens), np.float32), source),))
+        made.append((Document(tokens, np.ones(len(tokens), np.float32), source),))
     return made
 
 

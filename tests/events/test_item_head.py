@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ptf.data.batch import Batch
+from ptf.data.document import Document
 from ptf.data.encode import VALUE
-from ptf.data.sample import Sample
 from ptf.errors import UserError
 from ptf.events.item_head import NextItem, basket_starts
 from ptf.model.config import DecoderConfig, Layer, Rope
@@ -36,7 +36,7 @@ def config() -> DecoderConfig:
     return DecoderConfig(VOCAB, D, 2, 2, 8, 32, 1e-6, 64, True, (Layer(Rope(1e4)),))
 
 
-def history(rng: np.random.Generator, baskets: int) -> Sample:
+def history(rng: np.random.Generator, baskets: int) -> Document:
     """`<start> basket gap basket gap …`, the first basket as context."""
     tokens, weights, where, days = [1], [0.0], [(0, 0)], [np.nan]
     for basket in range(1, baskets + 1):
@@ -47,7 +47,7 @@ def history(rng: np.random.Generator, baskets: int) -> Sample:
         days += [float(rng.integers(0, 50)) if basket != 3 else np.nan] * size + [np.nan]
     known = np.stack([np.nan_to_num(days), ~np.isnan(days)], 1).astype(np.float32)
     token_columns = {"baskets": np.array(where, np.int32), VALUE + "days": known}
-    return Sample(np.array(tokens, np.int32), np.array(weights, np.float32), "h", token_columns)
+    return Document(np.array(tokens, np.int32), np.array(weights, np.float32), "h", token_columns)
 
 
 def packed(seed: int = 0) -> Batch:
@@ -180,5 +180,5 @@ def test_held_out_losses_are_exact_and_a_cut_basket_opens_nothing(tmp_path: Path
         assert sampled.loss(x, batch).item() == pytest.approx(exact.loss(x, batch).item(), rel=1e-6)
     assert sampled.loss(x, batch).item() != pytest.approx(exact.loss(x, batch).item(), rel=1e-3)
     where = np.array([(2, 3), (2, 4), (0, 0), (3, 0), (3, 1), (0, 0)], np.int32)
-    cut = Sample(np.array([10, 11, 2, 12, 13, 2], np.int32), np.ones(6, np.float32), "h", {"baskets": where})
+    cut = Document(np.array([10, 11, 2, 12, 13, 2], np.int32), np.ones(6, np.float32), "h", {"baskets": where})
     assert basket_starts(Batch.of([[(cut,)]], 8)).nonzero().tolist() == [[0, 2]]

@@ -14,8 +14,8 @@ from benchmarks.published_shapes import write_config
 from ptf.compute.world import World
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention, bridge, projection
 from ptf.model.decoder import Decoder
 from ptf.model.document_mask import DocumentMasks
@@ -36,11 +36,11 @@ GPU = torch.device("cuda", 0)
 SEQ_LEN = 2048
 
 
-def rollout(length: int, seed: int) -> Sample:
+def rollout(length: int, seed: int) -> Document:
     """An answer with the columns that GRPO reads."""
     s = sample(length, seed)
     columns = {name: s.loss_weights * 0.5 for name in ("advantages", "rollout_logprobs", "old_logprobs")}
-    return Sample(s.tokens, s.loss_weights, s.source, columns)
+    return Document(s.tokens, s.loss_weights, s.source, columns)
 
 
 def micro(recipe: Recipe) -> list[Batch]:

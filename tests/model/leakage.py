@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.model import attention, bridge, hf_backend
 from ptf.model.attention import Flex, PackedDelta, PerDocument
 from ptf.model.delta_rule import Chunks
@@ -165,7 +165,7 @@ def batch_of(sequences: list[list[int]], rng: np.random.Generator) -> Batch:
     for each in sequences:
         tokens = (np.cumsum(rng.integers(1, VOCAB, sum(each))) % VOCAB).astype(np.int32)
         found.append(
-            [(Sample(part, np.ones(len(part), np.float32)),) for part in np.split(tokens, np.cumsum(each)[:-1])]
+            [(Document(part, np.ones(len(part), np.float32)),) for part in np.split(tokens, np.cumsum(each)[:-1])]
         )
     return Batch.of(found, SEQ_LEN)
 
@@ -226,7 +226,7 @@ def alone(model: Any, batch: Batch, backend: Any) -> Tensor:
             torch.arange(n).expand(len(at), n).contiguous(),
         )
         each = Batch.of(
-            [[(Sample(tokens, np.ones(n, np.float32)),)] for tokens in batch.tokens.reshape(-1)[at].numpy()], n
+            [[(Document(tokens, np.ones(n, np.float32)),)] for tokens in batch.tokens.reshape(-1)[at].numpy()], n
         )
         assert torch.equal(each.segments, number)
         assert torch.equal(each.positions, positions)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
 from ptf.data.prefixes import pack_shared, prefix_groups
-from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention
 from ptf.model.chunked import cross_entropy, token_logprobs
 from ptf.model.families import MODULES
@@ -36,7 +36,7 @@ def answers(vocab: int, prompts: int = 3, each: int = 4, seed: int = 0) -> list[
         for _ in range(each):
             answer = rng.integers(0, vocab, rng.integers(1, 9))
             tokens = np.concatenate([prompt, answer]).astype(np.int32)
-            made.append((Sample(tokens, (np.arange(len(tokens)) >= len(prompt)).astype(np.float32), str(len(made))),))
+            made.append((Document(tokens, (np.arange(len(tokens)) >= len(prompt)).astype(np.float32), str(len(made))),))
     return made
 
 
@@ -88,7 +88,7 @@ def test_the_samples_of_a_conversation_share_what_was_said(model_type: str) -> N
     samples = []
     for i, n in enumerate((12, 25, 44, 60)):
         tokens = np.concatenate([text[:n], rng.integers(0, model.config.vocab, 5).astype(np.int32)])
-        samples.append(Sample(tokens, (np.arange(n + 5) >= n).astype(np.float32), str(i)))
+        samples.append(Document(tokens, (np.arange(n + 5) >= n).astype(np.float32), str(i)))
     shared = prefix_groups(samples, SEQ_LEN)
     assert [[s.prefix_length for s in unit] for unit in shared] == [[0, 43, 24, 11]]
     same_said(model, [shared], [[(s,)] for s in samples])

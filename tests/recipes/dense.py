@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.model.lora import adapters
 
 
@@ -21,7 +21,7 @@ def model(directory: Path, scalar: bool = False) -> Any:
     return kind.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
 
 
-def answer(network: Any, sample: Sample) -> tuple[Tensor, int]:
+def answer(network: Any, sample: Document) -> tuple[Tensor, int]:
     """Return the summed log-prob of the trained tokens, and their number."""
     tokens = torch.tensor(sample.tokens[None].astype("int64"))
     logprobs = network(tokens).logits[0, :-1].log_softmax(-1)
@@ -30,7 +30,7 @@ def answer(network: Any, sample: Sample) -> tuple[Tensor, int]:
     return picked[trained].sum(), int(trained.sum())
 
 
-def score(network: Any, sample: Sample) -> Tensor:
+def score(network: Any, sample: Document) -> Tensor:
     return network(torch.tensor(sample.tokens[None].astype("int64"))).logits[0, 0]
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ptf.compute.world import World
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit
 from ptf.data.packing import idle, pack_all
-from ptf.data.sample import PackUnit, Sample
 from ptf.model.decoder import Decoder
 from ptf.recipes.documents import document_weights, ends, pairs, sums
 from ptf.recipes.dpo.recipe import DPO
@@ -39,7 +39,7 @@ def units(count: int, seed: int = 0, weight: float = 1.0) -> list[PackUnit]:
     made = [tuple(sample(int(rng.integers(4, 14)), 100 * seed + 2 * i + k) for k in range(2)) for i in range(count)]
     return (
         [
-            tuple(Sample(s.tokens, s.loss_weights * np.float32(weight + i), s.source) for s in unit)
+            tuple(Document(s.tokens, s.loss_weights * np.float32(weight + i), s.source) for s in unit)
             for i, unit in enumerate(made)
         ]
         if weight != 1

@@ -10,8 +10,8 @@ import torch
 
 from ptf.config.sections.model import LoraConfig
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.data.sample import PackUnit, Sample
 from ptf.errors import UserError
 from ptf.recipes.kd.config import TeacherConfig
 from ptf.recipes.kd.recipe import KD, shared_vocabulary
@@ -37,7 +37,7 @@ FORMS = {
 def units(count: int, seed: int = 0) -> list[PackUnit]:
     rng = np.random.default_rng(seed)
     made = [sample(int(rng.integers(4, 14)), 100 * seed + i) for i in range(count)]
-    return [(Sample(s.tokens, s.loss_weights * np.float32(0.5 + i % 3), s.source),) for i, s in enumerate(made)]
+    return [(Document(s.tokens, s.loss_weights * np.float32(0.5 + i % 3), s.source),) for i, s in enumerate(made)]
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +116,12 @@ def test_what_was_found_ahead_gives_the_same_loss_however_it_is_packed(places, f
     wanted = ours(recipe, student, teachers, made)
     gradient = {name: p.grad.clone() for name, p in student.named_parameters()}
     student.zero_grad()
-    numbered = [(Sample(s.tokens, s.loss_weights, str(i)),) for i, (s,) in enumerate(made)]
+    numbered = [(Document(s.tokens, s.loss_weights, str(i)),) for i, (s,) in enumerate(made)]
     found: dict[str, dict[str, np.ndarray]] = {}
     for sequence in pack_all(numbered, 30):
         batch = Batch.of([sequence], 30)
         found |= of_samples(batch, recipe.precomputed_columns(student, batch, teachers))
-    ahead = [(Sample(s.tokens, s.loss_weights, s.source, found[str(i)]),) for i, (s,) in enumerate(made)]
+    ahead = [(Document(s.tokens, s.loss_weights, s.source, found[str(i)]),) for i, (s,) in enumerate(made)]
     assert ours(recipe.with_keys(precompute=True), student, {}, ahead[::-1]) == pytest.approx(wanted, rel=1e-5)
     assert all(torch.allclose(p.grad, gradient[name], rtol=1e-4, atol=1e-6) for name, p in student.named_parameters())
 

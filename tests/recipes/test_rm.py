@@ -14,7 +14,7 @@ from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
 from ptf.data.batch import Batch
 from ptf.data.character_tokenizer import character_tokenizer
-from ptf.data.sample import PackUnit, length
+from ptf.data.document import PackUnit, length
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ptf.data.batch import Batch
+from ptf.data.document import PackUnit
 from ptf.data.packing import pack_all
-from ptf.data.sample import PackUnit
 from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.recipes.documents import episode_shares
 from ptf.recipes.grpo.recipe import GRPO

@@ -12,8 +12,8 @@ from torch import Tensor
 from ptf.compute.world import World, make_mesh
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.config.sections.train import TrainConfig
+from ptf.data.document import PackUnit
 from ptf.data.packing import pack_all
-from ptf.data.sample import PackUnit
 from ptf.model.decoder import Decoder
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import Trainer, load_model

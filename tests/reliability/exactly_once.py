@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.data.trajectory import Group, Reward
 
 
-def known_by(sample: Sample) -> str:
+def known_by(sample: Document) -> str:
     return hashlib.sha256(sample.tokens.tobytes() + sample.token_columns["rollout_logprobs"].tobytes()).hexdigest()[:24]
 
 

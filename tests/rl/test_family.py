@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ptf.config import Job, loads
 from ptf.data.batch import Batch
+from ptf.data.document import Document
 from ptf.data.packing import pack_all
-from ptf.data.sample import Sample
 from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model.chunked import TokenLogprobs
@@ -141,7 +141,7 @@ def test_the_gradient_of_a_token_is_that_of_the_formula(ratio, off, advantage, c
     recipe = of_keys(GRPO, tis_cap=cap, tis_mode=mode, policy_loss=loss, dual_clip=dual, clip_low=0.2, clip_high=0.3)
     logprob = torch.tensor([[-1.0 + ratio]], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, 1, dtype=torch.float64)
-    batch = Batch.of([[(Sample(np.zeros(2, np.int32), np.array([0.0, 1.0], np.float32)),)]], 2)
+    batch = Batch.of([[(Document(np.zeros(2, np.int32), np.array([0.0, 1.0], np.float32)),)]], 2)
     r = logprob - -1.0
     clipped = r.exp().clamp(0.8, 1.3)
     value = recipe.policy_losses(r.exp(), clipped, advantage * one, logprob)

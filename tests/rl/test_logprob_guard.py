@@ -10,7 +10,7 @@ import yaml
 from ptf.config import frozen_differences, loads
 from ptf.config.logprob_limits import LIMITS_WITH_EXPERTS, LOGPROB_LIMITS, logprob_limits
 from ptf.data.batch import Batch
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.model.chunked import TokenLogprobs
 from ptf.recipes import registry
 from ptf.recipes.grpo.recipe import GRPO
@@ -104,7 +104,7 @@ def test_the_tolerance_is_a_factor_on_the_differences_and_not_on_the_share(preci
 
 @pytest.mark.parametrize("loss_aggregation", ["token_mean", "episode_mean", "constant_length"])
 def test_a_loss_reports_means_whatever_it_is_itself_a_mean_over(loss_aggregation):
-    samples = [Sample(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
+    samples = [Document(np.arange(n, dtype=np.int32), np.r_[0.0, np.ones(n - 1)].astype(np.float32)) for n in (5, 9)]
     batch = Batch.of([[(sample,) for sample in samples]], 16)
     recipe = of_keys(GRPO, loss_aggregation=loss_aggregation, max_new_tokens=100, logprob_diff_threshold=0.25)
     engine = torch.zeros_like(batch.loss_weights)

@@ -14,7 +14,7 @@ from ptf.compute.offload import release_freed_memory
 from ptf.compute.world import World, joined
 from ptf.config import loads
 from ptf.config.error import ConfigError
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.errors import UserError
 from ptf.recipes import registry
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, phase_table
@@ -296,7 +296,7 @@ def learner_of(raw: dict, world: World, place: Path, **train: object) -> Learner
 def test_a_parked_learner_holds_neither_weights_nor_optimizer(large, tmp_path):
     with joined("cpu", 60) as world:
         learner = learner_of(large, world, tmp_path)
-        units = [(Sample(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
+        units = [(Document(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]
         learner.update([units], 0)
         size = sum(p.nbytes for p in learner.model.parameters())
         weights = [p.detach().sum().item() for p in learner.model.parameters()]

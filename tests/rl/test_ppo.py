@@ -11,8 +11,8 @@ from ptf.compute.tracking import read_metrics
 from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
 from ptf.data.batch import Batch
+from ptf.data.document import Document
 from ptf.data.packing import pack_all
-from ptf.data.sample import Sample
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of
 from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.documents import last_values
@@ -220,7 +220,7 @@ def test_the_value_after_a_sample_is_that_before_the_token_that_would_follow(tmp
     critic = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32", head="scalar")
     units = of_keys(PPO).compute_advantages(scored())
     samples = [sample for (sample,) in units]
-    longer = [Sample(np.append(s.tokens, 5).astype(np.int32), np.ones(len(s) + 1, np.float32)) for s in samples]
+    longer = [Document(np.append(s.tokens, 5).astype(np.int32), np.ones(len(s) + 1, np.float32)) for s in samples]
     arguments = {"seq_len": 40, "micro_batch_sequences": 2}
     after = per_document(critic, samples, World(), last_values, **arguments)
     before = per_token(critic, longer, World(), lambda batch, x, head: head.values(x), **arguments)

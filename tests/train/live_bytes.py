@@ -32,8 +32,8 @@ from benchmarks.published_shapes import write_config
 from ptf.compute.world import World, make_mesh
 from ptf.config import Job
 from ptf.data.batch import Batch
+from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.data.sample import PackUnit, Sample
 from ptf.model import attention, bridge, chunked, decoder, moe, projection, recompute
 from ptf.model.sharding import compile_parts, parallelize
 from ptf.recipes import registry
@@ -191,7 +191,7 @@ def _units(job: Job) -> list[PackUnit]:
     """Return as many units as a pass has sequences, each of which fills one and is trained whole, as planned."""
     each = 2 if job.recipe in ("dpo", "rm") else 1
     length = job.data.seq_len // each
-    whole = [Sample(np.ones(length, np.int32), np.ones(length, np.float32)) for _ in range(each)]
+    whole = [Document(np.ones(length, np.int32), np.ones(length, np.float32)) for _ in range(each)]
     return [tuple(whole)] * job.train.micro_batch_sequences
 
 

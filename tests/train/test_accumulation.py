@@ -19,7 +19,7 @@ from ptf.compute.world import World, make_mesh
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
 from ptf.recipes.protocol import Metrics
@@ -134,7 +134,7 @@ def used_on_one_rank() -> dict[str, dict[str, Tensor]]:
         batches = micro(world.rank)
         if world.rank == 1:
             untrained = sample(9, 1)
-            batches[0] = Batch.of([[(Sample(untrained.tokens, untrained.loss_weights * 0, "a"),)]], 32)
+            batches[0] = Batch.of([[(Document(untrained.tokens, untrained.loss_weights * 0, "a"),)]], 32)
         trainer.forward_backward(batches, Watched(SFTConfig(), before=without), ())
         found[name] = gradients(model)
     return found

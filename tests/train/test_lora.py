@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from ptf.compute.world import CPU, World
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.lora import adapter_names
@@ -190,7 +190,7 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     settings = policy(directory, spec, LogitsProcessing(0.7))
     learner = Learner(World(), settings)
     reference = LogprobModel(World(), replace(settings, section=ModelConfig(path=str(directory))))
-    samples: list[Sample] = [tiny.sample(n, n) for n in (20, 33, 7)]
+    samples: list[Document] = [tiny.sample(n, n) for n in (20, 33, 7)]
     units = [(s,) for s in samples]
     learner.update([units], 0)
     learner.update([units], 1)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.train import precompute
 
 
@@ -34,7 +34,7 @@ def test_rounds_have_every_row_up_to_the_limit(monkeypatch, limit, rounds):
             return self.first + i
 
     def decoded(row: int, _: str) -> list[Any]:
-        return [(Sample(np.full(10, row, np.int32), np.ones(10, np.float32)),)]
+        return [(Document(np.full(10, row, np.int32), np.ones(10, np.float32)),)]
 
     read = list[int]()
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ptf.data.batch import Batch
+from ptf.data.document import PackUnit
 from ptf.data.encode import encode_preference
-from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.decoder import Decoder

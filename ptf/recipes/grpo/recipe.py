@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.sample import PackUnit
+from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.recipes.advantages import group_relative, leave_one_out
 from ptf.recipes.documents import document_weights, episode_shares, sums

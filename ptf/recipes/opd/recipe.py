@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.sample import PackUnit
+from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, samples_of
 from ptf.model.decoder import Decoder
 from ptf.recipes.opd.config import OPDConfig

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.data.sample import PackUnit
+from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.model.decoder import Decoder
 from ptf.model.scalar import Scalar

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from ptf.data.batch import Batch
+from ptf.data.document import PackUnit
 from ptf.data.encode import encode_preference, encode_scored
-from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder

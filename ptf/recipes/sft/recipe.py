@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
+from ptf.data.document import PackUnit
 from ptf.data.encode import encode_document
-from ptf.data.sample import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.chunked import next_token_loss
 from ptf.model.decoder import Decoder

@@ -18,7 +18,7 @@ from torch import Tensor
 from ptf.compute.device_defaults import multiplies_bf16
 from ptf.compute.offload import OffloadedTensors
 from ptf.data.batch import Batch
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie
 from ptf.model import bridge
@@ -268,7 +268,7 @@ class NativeEngine:
     def _packed(self, contexts: Sequence[np.ndarray]) -> Batch:
         """Return one packed sequence of these contexts, in which every token has weight 1, padded to
         `prefill_tokens`."""
-        units = [(Sample(s, np.ones(len(s), np.float32)),) for s in contexts]
+        units = [(Document(s, np.ones(len(s), np.float32)),) for s in contexts]
         return Batch.of([units], max(sum(map(len, contexts)), self.prefill_tokens or 0)).to(self.device)
 
     @torch.no_grad()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from ptf.config import Job
+from ptf.data.document import Document
 from ptf.data.encode import answered
 from ptf.data.response_conversation import history_of
-from ptf.data.sample import Sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward
 from ptf.errors import UserError
@@ -41,7 +41,7 @@ class RewardModel(ModelRole):
     head: Literal["lm", "scalar"] = "scalar"
 
     @split_over_workers
-    def scores(self, samples: list[Sample]) -> list[float]:
+    def scores(self, samples: list[Document]) -> list[float]:
         """Return the score of each sample, at its last token."""
         values = per_document(self.model, samples, self.world, last_values, **self.scored)
         forget_forwards(self.model)
@@ -73,13 +73,13 @@ class RewardModelClient:
         A response without a result still has none.
         """
         samples = [[self._sample(t) for t in group] for group in groups]
-        scores = iter(self.role.call("scores", [one for of in samples for one in of if isinstance(one, Sample)]))
+        scores = iter(self.role.call("scores", [one for of in samples for one in of if isinstance(one, Document)]))
         return [
             tuple(self._scored(t, one, scores) for t, one in zip(group, of, strict=True))
             for group, of in zip(groups, samples, strict=True)
         ]
 
-    def _sample(self, t: Trajectory) -> Sample | NoResult:
+    def _sample(self, t: Trajectory) -> Document | NoResult:
         """Return the conversation for the reward model, or why there is none."""
         if isinstance(t.outcome, NoResult):
             return t.outcome
@@ -94,7 +94,7 @@ class RewardModelClient:
             )
         return sample
 
-    def _scored(self, t: Trajectory, one: Sample | NoResult, scores: Iterator[float]) -> Trajectory:
+    def _scored(self, t: Trajectory, one: Document | NoResult, scores: Iterator[float]) -> Trajectory:
         """Return the trajectory with its outcome; a sample takes the next score."""
         if isinstance(one, NoResult):
             return replace(t, outcome=one)

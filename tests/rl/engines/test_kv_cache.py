@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.data.batch import Batch
-from ptf.data.sample import Sample
+from ptf.data.document import Document
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES
 from ptf.rl.engines.kv_cache import Cache
@@ -21,7 +21,8 @@ NEW = 7
 
 def packed(rows: list[np.ndarray]) -> Batch:
     return Batch.of(
-        [[(Sample(tokens.astype(np.int32), np.ones(len(tokens), np.float32)),) for tokens in rows]], sum(map(len, rows))
+        [[(Document(tokens.astype(np.int32), np.ones(len(tokens), np.float32)),) for tokens in rows]],
+        sum(map(len, rows)),
     )
 
 
