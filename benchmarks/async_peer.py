@@ -180,7 +180,6 @@ def rows_of(task: str) -> list[dict[str, Any]]:
 
 
 def write_start(task: str, directory: Path) -> None:
-    """Write model, tokenizer and prompts from which both systems start."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

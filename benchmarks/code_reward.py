@@ -38,7 +38,6 @@ def outcome(value: Any) -> str:
 
 
 def outcomes(kind: str, results: dict[str, dict[str, Any]]) -> str:
-    """The table of cheats or of honest forms."""
     names = dict.fromkeys(name for found in results.values() for name in found[kind])
     rows = (
         [f"`{name}`", *(outcome(of[kind][name]) if name in of[kind] else "refused" for of in results.values())]

@@ -45,7 +45,6 @@ def plain(row: dict, text: str) -> float:
 
 
 async def coroutine(row: dict, text: str) -> float:
-    """Take 0.25 s, or hang."""
     await asyncio.sleep(600 if text == "hang" else CALL_S)
     return 1.0
 

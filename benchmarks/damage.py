@@ -60,7 +60,6 @@ def run(count: int, ledger: Path) -> None:
 
 
 def page(found: list[Row]) -> str:
-    """The table, and what went wrong."""
     rows, whole = list[list[str]](), Counter[str]()
     for kind in SCENES:
         of_kind, outcomes = [batch for batch in found if batch["kind"] == kind], Counter[str]()

@@ -42,7 +42,6 @@ one that was not read. It is trained if a later request continues it, and never 
 
 
 def main() -> int:
-    """Play episodes until so many calls are made; write the page."""
     given = options(
         __doc__,
         calls=100_000,
@@ -83,7 +82,6 @@ def part(name: str, seed: int, shared: Path) -> dict[str, Any]:
 
 
 def write(parts: list[dict[str, Any]]) -> int:
-    """Write the page; return the exit status."""
     columns = ("retries", "undelivered", "doubtful", "history_restored", "history_reencoded")
     counted = {name for made in parts for name in made["counts"]}
     assert counted.issuperset(columns), f"nothing counts {sorted({*columns} - counted)}"

@@ -75,7 +75,6 @@ def judged(
 
 
 def simple(splits: Mapping[str, Split], items: Sequence[str]) -> dict[str, Scores]:
-    """The baselines that count."""
     place, n = {item: i for i, item in enumerate(items)}, len(items)
     table_of = np.zeros((len(splits), n), np.float32)
     baskets = []
@@ -341,7 +340,6 @@ def main() -> int:
 
 
 def shown(x: tuple[float, float, float]) -> str:
-    """A difference and its interval."""
     return f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"
 
 
@@ -407,7 +405,6 @@ def slates(model: Path, made: Path, allowed: ConstrainedDecodingConfig, temperat
 
 
 def plot(bars: Mapping[str, tuple[float, ...]], path: Path) -> None:
-    """NDCG of all models, on both tasks."""
     most, height = max(max(pair) for pair in bars.values()), 28
     shapes = [
         (

@@ -39,7 +39,6 @@ What is refused names the key that decides.
 
 
 def page() -> str:
-    """The page's text."""
     parts = [HEAD]
     with tempfile.TemporaryDirectory() as scratch:
         reader = tokenizer(Path(scratch) / "tokenizer")

@@ -70,7 +70,6 @@ SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
 def config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json, without special tokens."""
     kind = fields["general.architecture"]
     return {
         "architectures": [CLASSES[kind]],

@@ -74,7 +74,6 @@ class TorchVarlen(Flash):
 
 
 def ways() -> dict[str, Callable[[Tensor, Tensor, Varlen], Any]]:
-    """Return the ways to compute attention that there are on this machine."""
     found: dict[str, Callable[[Tensor, Tensor, Varlen], Any]] = {
         "FlexAttention": lambda segments, positions, varlen: Flex(segments, positions),
         "torch's varlen_attn": TorchVarlen,
@@ -107,7 +106,6 @@ def batch_of(case: Case) -> tuple[Tensor, Tensor, int]:
 
 
 def timed(compute: Callable[[], object]) -> float:
-    """Return the milliseconds of a call on the GPU, the mean of CALLS."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(CALLS):
@@ -118,7 +116,6 @@ def timed(compute: Callable[[], object]) -> float:
 
 
 def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for each way."""
     segments, positions, pairs = batch_of(case)
     varlen = varlen_of(segments, positions)
     layer = SimpleNamespace(window=case.window, scale=case.head_dim**-0.5, sinks=None, softcap=None)
@@ -172,7 +169,6 @@ def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
 
 
 def page(found: list[dict[str, Any]], about: dict[str, str]) -> str:
-    """Return the results page of these rows."""
     lines = [
         "# Attention of packed documents on one GPU",
         "",

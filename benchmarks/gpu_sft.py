@@ -164,7 +164,6 @@ def profiled(job_file: Path, wanted: int, into: Path) -> None:
 
 
 def kind_of(kernel: str) -> str:
-    """Return the kind of a kernel."""
     name = kernel.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), OTHER)
 
@@ -233,7 +232,6 @@ def measure(shape: str, name: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def profile_section(row: dict[str, Any]) -> list[str]:
-    """Return the lines of the page about a row's profiled step."""
     kernels = row["profile"]["kernels_ms"]
     total, step, plain = sum(kernels.values()), 1e3 * row["profile"]["step_s"], 1e3 * row["step_s"]
     lines = [
@@ -255,7 +253,6 @@ def profile_section(row: dict[str, Any]) -> list[str]:
 
 
 def page(found: list[dict[str, Any]]) -> str:
-    """Return the results page of these rows."""
     lines = [
         "# Packed SFT on one GPU",
         "",

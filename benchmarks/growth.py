@@ -104,7 +104,6 @@ together grow with the square of the turns. Each token is encoded once (`ptf/dat
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Return the CPU-seconds of one call."""
     gc.collect()
     began, calls = time.process_time(), 0
     while not calls or time.process_time() - began < LEAST_S:
@@ -127,7 +126,6 @@ def measured(work: Work, rounds: int) -> list[float]:
 
 
 def result(work: Work, rounds: int) -> Row:
-    """Return what was measured of a work."""
     costs = measured(work, rounds)
     found = fit(work.sizes, costs)
     return {
@@ -143,7 +141,6 @@ def result(work: Work, rounds: int) -> Row:
 
 
 def line(work: Work, row: Row) -> list[str]:
-    """Return the row of the page."""
     costs, found = row["cpu_s"], Fit(row["exponent"], row["standard_error"], row["local"])
     verdict = "no bound" if work.bound is None else "yes" if row["holds"] else "**no**"
     ends = [f"{work.sizes[0]:,} – {work.sizes[-1]:,}", f"{costs[0] * 1e3:,.1f} – {costs[-1] * 1e3:,.0f}"]
@@ -164,7 +161,6 @@ def steep(rows: Sequence[tuple[Work, Row]]) -> str:
 
 
 def page(rows: Sequence[tuple[Work, Row]]) -> int:
-    """Write the page of the rows that are kept; return the exit status."""
     every = [row for _, row in rows]
     loads = [row["load"] for row in every]
     left = len(WORKS) - len(rows)
@@ -184,7 +180,6 @@ def page(rows: Sequence[tuple[Work, Row]]) -> int:
 
 
 def main() -> int:
-    """Measure works, and write the page."""
     given = options(
         __doc__, only=("", "a word in the size or the name of a row"), rounds=3, page=(False, "write the page alone")
     )

@@ -60,7 +60,6 @@ def tokenizer() -> Tokenizer:
 
 
 def text(words: int, seed: int = 0) -> str:
-    """Return a text of so many words."""
     return " ".join(np.random.default_rng(seed).choice(SENTENCE.split(), words).tolist())
 
 
@@ -70,7 +69,6 @@ def encode(row: dict, source: str) -> list[PackUnit]:
 
 
 def document_of_text(directory: Path, tokens: int) -> Run:
-    """One text."""
     row = {"text": text(tokens)}
     return lambda: encode(row, "a")
 

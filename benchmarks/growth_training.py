@@ -54,13 +54,12 @@ from ptf.train.batch_sharding import deal
 from ptf.train.trainer import Trainer, load_model
 from ptf.training_run import Run as TrainingRun
 from tests.recipes.of_keys import of_keys
-from tests.tiny import SIZES, arithmetic
+from tests.tiny import SIZES, arithmetic, online
 
 GROUP, TOKENS = 8, 64  # responses of a prompt, tokens of each
 
 
 def trainer_of(directory: Path, vocabulary: int) -> Trainer:
-    """Return the trainer of a model of one layer."""
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True, **SIZES}
     config |= {
         "vocab_size": vocabulary,
@@ -75,7 +74,6 @@ def trainer_of(directory: Path, vocabulary: int) -> Trainer:
 
 
 def batch_of(lengths: list[int], vocabulary: int) -> Batch:
-    """Return one sequence of documents."""
     rng = np.random.default_rng(0)
     units = [(Document(rng.integers(0, vocabulary, n).astype(np.int32), np.ones(n, np.float32), "a"),) for n in lengths]
     return Batch.of([units], sum(lengths))
@@ -153,25 +151,10 @@ def groups_of(episodes: int) -> list[Group]:
 def controller_of(directory: Path) -> Controller:
     """Return a controller without its roles, whose log-probs are zeros."""
     found: Any = object.__new__(Controller)
-    job = loads(yaml.safe_dump(online_job(directory)))
+    job = loads(yaml.safe_dump(online(arithmetic(directory), directory, prompts_per_step=8)))
     found.job, found.recipe, found.step = job, of_keys(GRPO, num_minibatches=2), 0
     found.samples = ResponseLog(directory, TrackConfig(), tokenizer(), 0)
     return found
-
-
-def online_job(directory: Path) -> dict:
-    """Return the config of a GRPO run on sums."""
-    raw = arithmetic(directory)
-    prompts = {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
-    raw["data"] |= {"sources": {"p": prompts}, "validation": {}}
-    raw["rollout"] = {
-        "engine": "native",
-        "reward": {"use": "tests.rl.plugs:by_length"},
-        "prompts_per_step": 8,
-        "group_size": 4,
-        "max_new_tokens": 6,
-    }
-    return raw | {"recipe": "grpo", "algo": {}}
 
 
 def step_of_controller(directory: Path, episodes: int) -> Run:

@@ -35,8 +35,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from flow_runs import ROOT, commit, cpu
-from pages import spread
+from flow_runs import ROOT, cpu
+from pages import here, keep, kept, spread, told
 from train_grid import HEADS, KEPT_HEAP, MODELS, OF_HEAP
 from train_step import asked_of, round_of, start
 
@@ -226,11 +226,11 @@ def compare(case: str, dtype: str, model: str, asked: argparse.Namespace) -> Non
         "lr": LR,
         "steps": asked.steps,
         "warmup": asked.warmup,
+        "written": written,
     }
     expected = [sum(of_step) for of_step in given["lengths"][asked.warmup :]]
     found: dict[str, list[dict[str, Any]]] = {}
-    about = {"hardware": cpu(), "commit": commit(), "date": time.strftime("%Y-%m-%d")}
-    about |= {"began": time.time(), "steps": [asked.warmup, asked.steps], "rounds": asked.rounds}
+    about = {**here(), "began": time.time(), "steps": [asked.warmup, asked.steps], "rounds": asked.rounds}
 
     def add(system: str, number: int, cell: dict[str, Any]) -> None:
         """Run a round, and keep it if it sampled what was asked and read contexts as long as ptf's."""
@@ -245,8 +245,7 @@ def compare(case: str, dtype: str, model: str, asked: argparse.Namespace) -> Non
             assert 0 <= ours - made["contexts"] <= (ours // READ if case == "agents" else 0), (ours, made["contexts"])
         row = {"case": case, "dtype": dtype, "system": system, "round": number, **made}
         print(json.dumps(row), flush=True)
-        with KEPT.open("a") as file:
-            file.write(json.dumps(row | about) + "\n")
+        keep(KEPT, row | about)
         found.setdefault(system, []).append(made | {"cell": cell})
 
     add("ptf", 0, {})
@@ -274,8 +273,7 @@ def fastest(found: dict[str, list[dict[str, Any]]]) -> str:
 def newest() -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The rounds of the newest complete call on this CPU for each case and type."""
     calls: dict[tuple[float, str, str], list[dict[str, Any]]] = {}
-    for line in KEPT.read_text().splitlines():
-        row = json.loads(line)
+    for row in kept(KEPT):
         calls.setdefault((row["began"], row["case"], row["dtype"]), []).append(row)
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for rows in calls.values():
@@ -311,23 +309,21 @@ def lines_of(case: str, dtype: str, found: dict[str, list[dict[str, Any]]]) -> l
 
 
 def write() -> None:
-    """The page."""
-    lines, kept = list[str](), newest()
+    lines, calls = list[str](), newest()
     for case in PASSES:
         for dtype in ("fp32", "bf16"):
-            if rows := kept.get((case, dtype)):
+            if rows := calls.get((case, dtype)):
                 by_system: dict[str, list[dict[str, Any]]] = {}
                 for row in rows:
                     by_system.setdefault(row["system"], []).append(row)
                 lines += lines_of(case, dtype, by_system)
-    every = [row for rows in kept.values() for row in rows]
-    rounds = min(max(row["round"] for row in rows) + 1 for rows in kept.values())
+    every = [row for rows in calls.values() for row in rows]
+    rounds = min(max(row["round"] for row in rows) + 1 for rows in calls.values())
     warmup, steps = min(row["steps"] for row in every)
-    dates, commits = (", ".join(sorted({row[name] for row in every})) for name in ("date", "commit"))
     RESULTS.write_text(
         "# The GRPO step beside TRL\n\n"
         "Command: `python benchmarks/grpo_step.py` (`make peers bench-grpo`)  \n"
-        f"Hardware: {cpu()}, one thread, no GPU  \nDate: {dates}  \nCommit: {commits}\n\n"
+        f"Hardware: {cpu()}, one thread, no GPU  \nDate: {told(every, 'date')}  \nCommit: {told(every, 'commit')}\n\n"
         f"Interleaved rounds ({rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
         f"others), {steps} timed {'steps' if steps > 1 else 'step'} a round or more, after {warmup} of\n"
         f"warm-up: {PROMPTS} prompts of {READ} tokens, {GROUP} responses to each; one optimizer step of AdamW; no "

@@ -3,7 +3,6 @@
 python benchmarks/gsm8k_steps.py [--seeds 0 1]      # writes benchmarks/results/gsm8k_steps.md
 """
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -12,12 +11,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.commands import options
 from benchmarks.flow_runs import ROOT, flow, published, results_page
-from benchmarks.pages import head, table, write_page
+from benchmarks.pages import head, kept, table, write_page
 
 
 def passes(run: Path, name: str) -> list[int]:
     """1 for each greedy answer that passed, in the order of the questions."""
-    rows = [json.loads(line) for line in (run / "responses" / f"{name}.jsonl").read_text().splitlines()]
+    rows = kept(run / "responses" / f"{name}.jsonl")
     return [int(row["reward"] is not None and row["reward"] >= 1) for row in rows]
 
 

@@ -338,7 +338,6 @@ def words_of(row: Row) -> dict[str, str]:
 
 
 def cells_of(row: Row) -> list[str]:
-    """Return a row of the table."""
     of = words_of(row)
     lora = of["lora"] + (" (experts are stacked: no adapter)" if row["stacked"] else "")
     rollouts = row["grpo"] if isinstance(row["grpo"], str) else f"{row['grpo']:.1g}"
@@ -349,7 +348,6 @@ def cells_of(row: Row) -> list[str]:
 
 
 def page(found: list[Row], place: Path) -> int:
-    """Write the results; return 1 if a job failed."""
     ran = [row for row in found if "sft" in row]
     words = [words_of(row) for row in ran]
     falls = {name: sum(of[name].startswith("falls") for of in words) for name in ("sft", "lora", "dpo")}

@@ -62,7 +62,6 @@ class Work:
 
     @functools.cache  # noqa: B019 - a few works, which live as long as the process
     def length(self, seed: int) -> int:
-        """Return the length of a response, in tokens."""
         drawn = np.random.default_rng(seed).lognormal(np.log(self.mean) - 0.5, 1.0)
         return int(np.clip(drawn, 1, self.most))
 
@@ -238,7 +237,6 @@ def by_staleness(costs: Costs, steps: int, bars: bool) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    """Measure both cases and write the page."""
     steps = options(__doc__, steps=60).steps
     PICTURE.write_text(picture())
     gpu, missed = by_staleness(GPU, steps, True)

@@ -89,7 +89,6 @@ def forward(mixer: Mixer, seed: int) -> Row:
 
 
 def row(mixer: Mixer, both: Sequence[Row]) -> list[str]:
-    """The row of a mixer, of its batches."""
     changed, mine = [b for b in both if "moved" in b], [b for b in both if "moved" not in b]
     caught = "; ".join(
         f"{name} {sum(b['caught'].get(name, [0, 0])[0] for b in both)} of "

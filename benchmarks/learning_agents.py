@@ -147,7 +147,6 @@ def is_right(agent: Agent, run: Row) -> bool:
 
 
 def line(agent: Agent, run: Row) -> list[str]:
-    """Return a line of the table."""
     if run["run"] == "control":
         bar, steps = f"stays below {agent.limit}", agent.control_steps
         found = f"{run['highest']:.2f} at most"

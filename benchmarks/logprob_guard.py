@@ -287,7 +287,6 @@ weights and cannot be read back: what it does not load is found by the last two 
 
 
 def rounding(steps: Sequence[Row]) -> str:
-    """The table of the differences without a fault."""
     rows = []
     for model in MODELS:
         for pair in PAIRS:
@@ -306,7 +305,6 @@ def rounding(steps: Sequence[Row]) -> str:
 
 
 def of_faults(wrong: Sequence[Row]) -> str:
-    """The table of what each check finds."""
     rows = []
     for precision in DTYPES:
         for kind in FAULTS:

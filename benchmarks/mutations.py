@@ -157,7 +157,6 @@ def share(rows: Sequence[Row]) -> float:
 
 
 def page(trials: Sequence[Row], command: str) -> str:
-    """The page of all that is kept."""
     rows = standing(trials)
     counts, first = Counter(row["outcome"] for row in rows), Counter(row["first"] for row in rows)
     outcomes = ("caught", "survived", "no test", "equivalent")

@@ -132,7 +132,6 @@ def main() -> int:
 
 
 def page(lines: list[list[str]]) -> str:
-    """Return the results page of these rows."""
     return f"""# Memory of whole published models
 
 Command: `python benchmarks/plans.py` (`make bench-plans`)  

@@ -21,7 +21,6 @@ QWEN3: dict[str, Any] = {
 
 
 def qwen3(dim: int, layers: int, heads: int, intermediate: int, *, tied: bool = False) -> dict[str, Any]:
-    """Return the config of a dense Qwen3 model."""
     sizes = {"hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads}
     return {**QWEN3, **sizes, "intermediate_size": intermediate, "tie_word_embeddings": tied}
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pages import Row, kept
+
 Interval = tuple[float, float, float]  # mean, or median; lower and upper end
-Row = dict[str, Any]
 PROMPTS, LENGTH = 160, 128  # 20,480 sampled tokens
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "largest": 1.0}
 ROUNDS, WIDTH, STEPS, WARM = 3, 1024, 2, 2
@@ -34,11 +35,6 @@ GRPO = {  # settings of TRL's generation and update, 16 responses a step; see th
         "continuous": {"max_requests_per_batch": 16, "page_size": 32, "num_blocks": 512},
     },
 }
-
-
-def rows(place: Path) -> list[Row]:
-    """Return the rows of a jsonl file."""
-    return [json.loads(line) for line in place.read_text().splitlines()]
 
 
 def exactly(value: float) -> Interval:
@@ -126,14 +122,14 @@ def rewarded(run: Path, prepared: Path) -> dict[str, Interval]:
 
     found = {}
     for name, file in (("before", "start/test"), ("after", "test")):
-        given = rows(run / "responses" / f"{file}.jsonl")
-        assert len(given) == len(rows(prepared / "test.jsonl"))
+        given = kept(run / "responses" / f"{file}.jsonl")
+        assert len(given) == len(kept(prepared / "test.jsonl"))
         rewards = [row["reward"] for row in given]
         assert None not in rewards, "a response has no result"
         share = sum(reward == 1 for reward in rewards) / len(rewards)
         found[f"rate {name}"] = (share, *wilson(share, len(rewards)))
         found[f"mean reward {name}"] = exactly(float(np.mean(rewards)))
-    trained = rows(run / "samples.jsonl")
+    trained = kept(run / "samples.jsonl")
     again = [recomputed(row) for row in trained]
     found["rewards in training"] = exactly(float(len(trained)))
     found["of them computed again otherwise"] = exactly(
@@ -207,6 +203,7 @@ def grpo_beside_trl(model: Path) -> dict[str, Interval]:
         given = {"model": place, "texts": texts(steps + 1)[: responses // group * (steps + 1)], "case": "equal"}
         given |= {"lengths": [[TOKENS] * responses] * steps, "turns": None, "observations": [], "lr": LR}
         given |= {"responses": responses, "group": group, "dtype": "fp32", "steps": 1, "warmup": steps - 1}
+        given["written"] = steps
         given |= {"weights": "fp32", "attention": "sdpa", "cache": None, "continuous": None}
 
         def measure(system: str, number: int) -> None:
@@ -225,12 +222,3 @@ def grpo_beside_trl(model: Path) -> dict[str, Interval]:
     found = {system: (median(each), min(each), max(each)) for system, each in spent.items()}
     ratios = [theirs / ours for ours, theirs in zip(spent["ptf"], spent[best], strict=True)]
     return found | {f"{best}, times ptf": (median(ratios), min(ratios), max(ratios))}
-
-
-def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table."""
-    return [
-        f"| {' | '.join(header)} |",
-        "|" + "---|" * len(header),
-        *(f"| {' | '.join(cells)} |" for cells in lines),
-    ]

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,9 @@ sys.path[:0] = [str(ROOT), *PLUGINS]
 
 import numpy as np  # noqa: E402
 
-from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
-from benchmarks.pages import write_page  # noqa: E402
-from benchmarks.real_measures import (  # noqa: E402
-    Interval,
-    Row,
-    beside_trl,
-    exactly,
-    grpo_beside_trl,
-    logprobs,
-    rewarded,
-    rows,
-    table,
-)
+from benchmarks.flow_runs import cpu, results_page  # noqa: E402
+from benchmarks.pages import Row, here, keep, kept, table, today, told, write_page  # noqa: E402
+from benchmarks.real_measures import Interval, beside_trl, exactly, grpo_beside_trl, logprobs, rewarded  # noqa: E402
 
 MODELS = Path(os.environ.get("PTF_MODELS") or ROOT / "data" / "models")
 SMOLLM2, CODER = MODELS / "smollm2-135m-instruct", MODELS / "qwen2.5-coder-0.5b-instruct"
@@ -155,7 +145,7 @@ def last_turn_losses(model: Path, conversations: Sequence[Row]) -> np.ndarray:
 
 def conversations(run: Path, prepared: Path) -> dict[str, Interval]:
     """Return what SFT changed of the held-out loss, and of the gap between another row's answer and the own one."""
-    own, swapped = rows(prepared / "held_out.jsonl"), rows(prepared / "swapped.jsonl")
+    own, swapped = kept(prepared / "held_out.jsonl"), kept(prepared / "swapped.jsonl")
     trees = [row["tree_id"] for row in own]
     loss, gap = {}, {}
     for name, model in (("before", SMOLLM2), ("after", run / "model")):
@@ -174,7 +164,7 @@ def pairs(run: Path, prepared: Path) -> dict[str, Interval]:
     from benchmarks.gsm8k_steps import wilson
     from ptf.evaluate.measurement import read_row_metrics
 
-    found, n = read_row_metrics(run), len(rows(prepared / "held_out.jsonl"))
+    found, n = read_row_metrics(run), len(kept(prepared / "held_out.jsonl"))
     accuracy, by_length = found["accuracy/held_out"], found["length_baseline_accuracy/held_out"]
     return {
         "accuracy": (accuracy, *wilson(accuracy, n)),
@@ -186,10 +176,10 @@ def answers(run: Path, prepared: Path) -> dict[str, Interval]:
     """Return what training changed of greedy answers: reward, share of readable ones, accuracy of the readable."""
     from smollm2_rows import readable, right  # pyright: ignore[reportMissingImports]
 
-    asked = rows(prepared / "test.jsonl")
+    asked = kept(prepared / "test.jsonl")
     found = {}
     for name, file in (("before", "start/test"), ("after", "test")):
-        given = [row["response"] for row in rows(run / "responses" / f"{file}.jsonl")]
+        given = [row["response"] for row in kept(run / "responses" / f"{file}.jsonl")]
         assert len(given) == len(asked)
         found[name] = np.array(
             [
@@ -266,7 +256,7 @@ def trained(name: str, unit: Unit) -> Row:
     evaluate_run(made.job, made.directory)
     prepared = prepared_directory(made.job)
     assert prepared is not None
-    steps = rows(made.directory / "metrics.jsonl")
+    steps = kept(made.directory / "metrics.jsonl")
     memory: Row = {}
     if sized:
         plan = budget(made.job, model, 1, room_gib=80)
@@ -287,26 +277,11 @@ def trained(name: str, unit: Unit) -> Row:
 
 
 def unit_run(name: str) -> Path:
-    """Return the directory of a unit's run."""
     return OUTPUT / name.replace(", ", "_").replace(": ", "_").replace(" ", "-") / "run"
 
 
-@dataclass
-class Ledger:
-    """The newest row of each unit."""
-
-    here: str
-    rows: dict[str, Row] = field(default_factory=dict)
-
-    def add(self, row: Row) -> None:
-        """Keep a row, in the file too."""
-        self.rows[row["unit"]] = row
-        with KEPT.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def make(name: str, ledger: Ledger) -> None:
-    """Make a unit in a process of its own, which has one thread."""
+def make(name: str, about: Row) -> None:
+    """Make a unit in a process of its own, which has one thread, and keep its row."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *PLUGINS])}
     log = unit_run(name).parent.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -315,8 +290,9 @@ def make(name: str, ledger: Ledger) -> None:
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=file, check=False)
     if done.returncode:
         raise SystemExit(f"{name} ended with status {done.returncode}: see {log}")
-    ledger.add({**json.loads(done.stdout), "commit": ledger.here, "machine": cpu(), "date": time.strftime("%Y-%m-%d")})
-    print(json.dumps(ledger.rows[name]), flush=True)
+    row = json.loads(done.stdout) | about
+    keep(KEPT, row)
+    print(json.dumps(row), flush=True)
 
 
 def alone(unit: Unit | Measurement) -> bool:
@@ -337,21 +313,20 @@ def main() -> int:
         return 0
     if not (SMOLLM2 / "config.json").exists():
         parser.error(f"there is no {SMOLLM2}: run `make models`, or set PTF_MODELS")
-    ledger = Ledger(commit())
-    if KEPT.exists():
-        ledger.rows = {row["unit"]: row for row in rows(KEPT)}
+    known, about = {row["unit"] for row in kept(KEPT)}, here()
+    about["machine"] = about.pop("hardware")
     wanted = [
         name
         for name in units()
-        if (not asked.only or name.startswith(tuple(asked.only))) and (asked.anew or name not in ledger.rows)
+        if (not asked.only or name.startswith(tuple(asked.only))) and (asked.anew or name not in known)
     ]
     whole = units()
     first = [name for name in wanted if not whole[name].after and not alone(whole[name])]
     then = [name for name in wanted if whole[name].after]  # those that start from another unit's model
     for at_once, names in ((2, first), (2, then), (1, [name for name in wanted if alone(whole[name])])):
         with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(lambda name: make(name, ledger), names))
-    return page(ledger.rows)
+            list(pool.map(lambda name: make(name, about), names))
+    return page({row["unit"]: row for row in kept(KEPT)})  # the newest of each
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -422,43 +397,39 @@ def page(found: Mapping[str, Row]) -> int:
         ]
         if not cells:
             continue
-        lines += ["", f"## {title}", "", ABOUT.get(title, ""), "", *table(header, cells)]
+        lines += ["", f"## {title}", "", ABOUT.get(title, ""), "", table(header, cells)]
     if measured := [row for row in made if row["unit"].startswith("log-probs")]:
         names = list(measured[0]["found"])
+        cells = [
+            [row["unit"].removeprefix("log-probs, "), *(f"{row['found'][n][0]:.3g}" for n in names), row["commit"]]
+            for row in measured
+        ]
         lines += ["", "## Log-probs of the engines beside the trainer's", "", ABOUT["log-probs"], ""]
-        lines += table(
-            ["engine, precision", *names, "commit"],
-            [
-                [row["unit"].removeprefix("log-probs, "), *(f"{row['found'][n][0]:.3g}" for n in names), row["commit"]]
-                for row in measured
-            ],
-        )
+        lines.append(table(["engine, precision", *names, "commit"], cells))
+    cells = [
+        [row["unit"], row["precision"], f"{row['plan_gib']:.2f}", f"{row['peak_gib']:.2f}"]
+        for row in made
+        if "plan_gib" in row
+    ]
     lines += ["", "## Memory beside the plan", "", ABOUT["memory"], ""]
-    lines += table(
-        ["unit", "precision", "plan, GiB", "most that was resident, GiB"],
-        [
-            [row["unit"], row["precision"], f"{row['plan_gib']:.2f}", f"{row['peak_gib']:.2f}"]
-            for row in made
-            if "plan_gib" in row
-        ],
-    )
+    lines.append(table("unit | precision | plan, GiB | most that was resident, GiB", cells))
     for row in made:
         if row["unit"] in BESIDE:
             heading, column = BESIDE[row["unit"]]
             lines += ["", f"## {heading}", "", ABOUT[row["unit"]].format(row["commit"]), ""]
-            lines += table(["", column], [[n, shown(value, 2)] for n, value in row["found"].items()])
+            lines.append(table(["", column], [[n, shown(value, 2)] for n, value in row["found"].items()]))
     lines += ["", "## Commands", ""] + [f"- {r['unit']}: `{r['command'].strip()}`" for r in made if "command" in r]
-    machines = ", ".join(sorted({row["machine"] for row in made}) or [cpu()])
-    told = [
+    machines = told(made, "machine") or cpu()
+    learned = [
         f"- {what}: beyond its interval on {sum(row['found'][column][1] > 0 for row in some)} of {len(some)} seeds."
         for what, begin, column in LEARNED
         if (some := [row for row in made if row["unit"].startswith(begin)])
     ]
-    dates = sorted({row["date"] for row in made}) or [time.strftime("%Y-%m-%d")]
+    date = max((row["date"] for row in made), default=today())
     about = (
         "# Training pretrained models\n\n"
         f"Command: `python benchmarks/real_models.py`  \nHardware: {machines}, no GPU; two units at once, a thread "
-        f"each  \nDate: {dates[-1]}\n\n{ABOUT['page']}\n\n" + "\n".join(told) + "\n"
+        f"each  \nDate: {date}\n\n{ABOUT['page']}\n\n" + "\n".join(learned) + "\n"
     )
     return write_page(RESULTS, about, lines, [name for name in order if name not in found])
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from flow_runs import commit, cpu, results_page
-from pages import spread, table, today
+from flow_runs import results_page
+from pages import head, spread, table, write_page
 from train_grid import HEADS, KEPT_HEAP, MODELS, OF_HEAP, WIDTH, rate
 from train_step import asked_of, round_of, start
 
@@ -117,7 +117,6 @@ def units_of(path: str) -> list[Any]:
 
 
 def recipe_of(name: str) -> Any:
-    """ptf's recipe."""
     from ptf.recipes.dpo.config import DPOConfig
     from ptf.recipes.dpo.recipe import DPO
     from ptf.recipes.kd.config import KDConfig, TeacherConfig
@@ -276,17 +275,12 @@ NAMES = "dtype | beside | ptf, real tokens per CPU-second | TRL | ratio | loss |
 
 
 def write(name: str, lines: Sequence[Sequence[str]], asked: argparse.Namespace) -> None:
-    """The page of a recipe."""
     about, page = RECIPES[name], results_page(f"{name}_step.md")
     command = " ".join(["python benchmarks/recipe_step.py", *sys.argv[1:]])
     bounds = " and ".join(f"{loss:.2%} and {norm:.2%} in {d}" for d, (loss, norm) in SHARES_APART.items())
     frozen = {"dpo": "reference", "kd": "teacher"}.get(name)
-    page.write_text(
-        f"# The {about.title} step beside TRL\n\n"
-        f"Command: `{command}` (`make peers bench-recipes`)  \n"
-        f"Hardware: {cpu()}, one thread, no GPU; load of the last 15 minutes {os.getloadavg()[2]:.1f}, of which 1 is "
-        "the benchmark's  \n"
-        f"Date: {today()}  \nCommit: {commit()}\n\n"
+    load = f", one thread, no GPU; load of the last 15 minutes {os.getloadavg()[2]:.1f}, of which 1 is the benchmark's"
+    text = head(f"The {about.title} step beside TRL", load, command=f"`{command}` (`make peers bench-recipes`)") + (
         f"Interleaved rounds ({asked.rounds} of ptf and of TRL's fastest setting, which stands in bold; one of its "
         f"others), {asked.steps} timed steps a round after {asked.warmup} of warm-up;\n"
         f"{about.units} {about.unit}s, the same in every step and for all systems, so that the loss falls. "
@@ -300,9 +294,9 @@ def write(name: str, lines: Sequence[Sequence[str]], asked: argparse.Namespace) 
         "All start from the same weights and count the same tokens. A step's loss may differ by a share of what the "
         "loss falls by in a round, and the norm of its gradient\nby a share of itself: "
         f"{bounds}; the largest shares are in the table, beside ptf's loss in the first and the last step. These\n"
-        "ratios are a CPU's.\n\n" + table(NAMES, lines) + "\n"
+        "ratios are a CPU's.\n\n"
     )
-    print(f"wrote {page.name}")
+    write_page(page, text, [table(NAMES, lines)])
 
 
 def main() -> None:

@@ -71,7 +71,6 @@ NAMES = "model | GPUs | tokens each | checkpointing | sequences a pass | GiB, pl
 
 
 def page(lines: list[list[object]]) -> str:
-    """Return the results page of these rows."""
     return f"""# Upper bounds of MFU
 
 Command: `python benchmarks/roofline.py` (`make bench-roofline`)  

@@ -96,7 +96,6 @@ def served(*arguments: str) -> Iterator[int]:
 
 
 def request(method: str, path: str, body: Any = None) -> bytes:
-    """Return the bytes of a request."""
     text = json.dumps(body).encode() if body is not None else b""
     head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n"
     return head.encode() + text

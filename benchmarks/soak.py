@@ -34,7 +34,7 @@ from pages import Row, here, keep, kept, table, write_page
 from ptf.config import loads
 from ptf.run import run
 from tests.leftovers import Session
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, online
 
 RESULTS = results_page("soak.md")
 KEPT = RESULTS.with_suffix(".jsonl")
@@ -48,20 +48,9 @@ def job(kind: str, directory: Path, steps: int, seed: int) -> dict[str, Any]:
     """A checkpoint and held-out measurements every 50 steps, and everything that is written by default."""
     raw = arithmetic(directory) | {"seed": seed, "track": {"print_every": 500}}
     if kind == "grpo":
-        prompts = {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}
-        raw |= {
-            "recipe": "grpo",
-            "algo": {"num_minibatches": 2, "kl_coef": 0.01},
-            "evaluate": {"sources": {"dev": prompts}, "limit": 20},
-        }
-        raw["rollout"] = {
-            "engine": "native",
-            "prompts_per_step": 8,
-            "group_size": 4,
-            "max_new_tokens": 6,
-            "reward": {"use": "tests.rl.plugs:varied"},
-        }
-        raw["data"] |= {"sources": {"sums": prompts}, "validation": {}}
+        raw = online(raw, directory, "tests.rl.plugs:varied", prompts_per_step=8)
+        raw["algo"] = {"num_minibatches": 2, "kl_coef": 0.01}
+        raw["evaluate"] = {"sources": {"dev": raw["data"]["sources"]["p"]}, "limit": 20}
     raw["train"] |= {"steps": steps, "validate_every": 50, "schedule": "constant", "lr": 1e-4}
     return raw | {"checkpoint": {"every": 50, "keep": 2}}
 

@@ -88,7 +88,6 @@ def _tokenizer(*tokens: str) -> Any:
 
 
 def ours(name: str, text: str, tools: Tools) -> Result:
-    """Return ptf's result."""
     found = parser(name).parse(text, tools)
     return Result(found.content or "", tuple((call.name, call.arguments) for call in found.tool_calls))
 
@@ -178,7 +177,6 @@ def examples(vllm: Vllm) -> tuple[list[list[str]], list[str]]:
 
 
 def lines_of(results: dict[str, Counter[str]], rows: list[list[str]]) -> list[str]:
-    """Return the tables of the page."""
     outcomes, faults = [], []
     for name, n in results.items():
         counts = [f"{n[key]:,}" for key in ("calls", "equal", "explained")] + [f"**{n['unexplained']}**"]

@@ -312,7 +312,6 @@ def is_right(precision: str, found: dict[str, Any]) -> bool:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return a row of the table."""
     found, precision = row["found"], row["dtype"]
 
     def number(key: str) -> str:

@@ -11,14 +11,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted(page.name for page in RESULTS.glob("*.md") if page.name != "README.md")
 # pages of what is computed or listed on any machine
 NOT_MEASURED = {
-    "code_figures.md": "counts of the code",
     "formats.md": "what is made of small data sets",
     "in_flight.md": "a simulated schedule",
     "plans.md": "bytes that are computed",
     "rehearsal.md": "counts on a pretend GPU",
     "roofline.md": "bounds that are computed",
 }
-UNDATED = {"code_figures.md", "formats.md", "roofline.md"}
+UNDATED = {"formats.md", "roofline.md"}
 # pages beside another library, which name its version and setting
 BESIDE = {
     "async_peer.md",

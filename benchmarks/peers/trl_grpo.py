@@ -17,6 +17,7 @@ import traceback
 
 import torch
 from datasets import Dataset
+from sft_cell import arguments
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, TrainerCallback, logging
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from trl import GRPOConfig, GRPOTrainer
@@ -127,28 +128,13 @@ def main() -> None:
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     with tempfile.TemporaryDirectory() as out:
+        uncompiled = given | {"compile": False, "liger": False}
         args = GRPOConfig(
-            output_dir=out,
-            max_steps=given["steps"] + given["warmup"],
-            per_device_train_batch_size=given["pass"],
-            gradient_accumulation_steps=given["responses"] // given["pass"],
+            **arguments(uncompiled, out, given["responses"] * given["written"]),
             num_generations=given["group"],
             max_completion_length=max(map(max, given["lengths"])) * (2 if agents else 1),
             beta=0.0,
             temperature=1.0,
-            bf16=given["dtype"] == "bf16",
-            fp16=False,
-            use_cpu=True,
-            learning_rate=given["lr"],
-            report_to=[],
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            gradient_checkpointing=False,
-            lr_scheduler_type="constant",
-            optim="adamw_torch_fused",
-            weight_decay=0.0,
-            max_grad_norm=1.0,
             cache_implementation=given["cache"],
             use_transformers_continuous_batching=given["continuous"] is not None,
             transformers_continuous_batching_config=given["continuous"],

@@ -64,7 +64,6 @@ def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def trainer_of(given: dict[str, Any], out: str, clock: Clock) -> Any:
-    """The trainer of a recipe."""
     stored = np.load(given["documents"])
     cuts = [part.tolist() for part in np.split(stored["tokens"], np.cumsum(stored["lengths"].reshape(-1))[:-1])]
     shared = arguments(given, out, given["units"] * given["written"]) | {"remove_unused_columns": False}

@@ -8,29 +8,19 @@ packing would hold them (`seq_lengths`), and are taken in their order.
 import tempfile
 from typing import Any
 
+import sft_cell
 import torch
 from datasets import Dataset
-from sft_cell import (
-    CellClock,
-    InOrder,
-    arguments,
-    documents_of,
-    labels_of,
-    model_of,
-    printed,
-    tokenizer,
-    units_of,
-    weight_of,
-)
+from sft_cell import labels_of
 from trl import SFTConfig, SFTTrainer
 
 
-class Given(InOrder, SFTTrainer): ...
+class Given(sft_cell.InOrder, SFTTrainer): ...
 
 
 def measured(given: dict[str, Any]) -> dict[str, Any]:
-    documents, rows = documents_of(given["documents"])
-    units, form = units_of(given, rows), given["form"]
+    documents, rows = sft_cell.documents_of(given["documents"])
+    units, form = sft_cell.units_of(given, rows), given["form"]
     data = Dataset.from_list(
         [
             {
@@ -41,22 +31,22 @@ def measured(given: dict[str, Any]) -> dict[str, Any]:
             for unit in units
         ]
     )
-    model, clock = model_of(given), CellClock(given["warmup"])
-    weight = weight_of(model)
+    model, clock, tokenizer = sft_cell.model_of(given), sft_cell.CellClock(given["warmup"]), sft_cell.tokenizer()
+    weight = sft_cell.weight_of(model)
     with tempfile.TemporaryDirectory() as out:
         args = SFTConfig(
-            **arguments(given, out, len(units)),
+            **sft_cell.arguments(given, out, len(units)),
             max_length=None if form == "padding-free" else given["width"],
             packing=form == "packed",
             packing_strategy="bfd",
             padding_free=form == "padding-free",
             dataset_kwargs={"skip_prepare_dataset": True},
         )
-        trainer = Given(model=model, args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[clock])
+        trainer = Given(model=model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
         clock.watch(trainer)
         trainer.train()
     return clock.measured(weight)
 
 
 if __name__ == "__main__":
-    printed(measured)
+    sft_cell.printed(measured)
