@@ -18,7 +18,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ptf import storage
+from ptf.compute.mesh import Meshes
 from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.data import tokenized
 from ptf.data.character_tokenizer import CHARACTER_TEMPLATE, ROLES
 from ptf.data.document import Document, PackUnit
@@ -256,11 +258,11 @@ def sequences_of(count: int) -> list[list[PackUnit]]:
 
 def dealing_to_ranks(directory: Path, ranks: int) -> Run:
     """What one rank does to find its share of an optimizer step's rollouts: 8 sequences a rank."""
-    sequences, world = sequences_of(8 * ranks), World(0, ranks)
+    sequences, world = sequences_of(8 * ranks), World(0, Meshes(MeshSizes(shard=ranks)))
     return lambda: deal(sequences, world, 8, 512)
 
 
 def dealing_sequences(directory: Path, sequences: int) -> Run:
     """The same of so many sequences, for two ranks."""
-    packed, world = sequences_of(sequences), World(0, 2)
+    packed, world = sequences_of(sequences), World(0, Meshes(MeshSizes(shard=2)))
     return lambda: deal(packed, world, 8, 512)

@@ -22,11 +22,13 @@ from benchmarks.in_flight import Costs, Engine
 from benchmarks.in_flight import Work as Responses
 from ptf.compute import checkpoint
 from ptf.compute.checkpoint import Checkpoints, load_tensors
+from ptf.compute.mesh import Meshes
 from ptf.compute.saver import Saver
 from ptf.compute.tracking import StepLines, Tracker, read_metrics
 from ptf.compute.world import World
 from ptf.config import loads
 from ptf.config.sections.checkpoint import CheckpointConfig
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.sections.track import TrackConfig
@@ -175,7 +177,7 @@ def step_of_controller(directory: Path, episodes: int) -> Run:
 
 def packing_of_episodes(directory: Path, episodes: int) -> Run:
     """What the policy does with a step's episodes before its model: packing by shared prompts, dealing, laying out."""
-    units, world = of_keys(GRPO).compute_advantages(groups_of(episodes)), World(0, 2)
+    units, world = of_keys(GRPO).compute_advantages(groups_of(episodes)), World(0, Meshes(MeshSizes(shard=2)))
     return lambda: deal(pack_shared(units, 512), world, 8, 512)
 
 

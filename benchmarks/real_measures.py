@@ -71,7 +71,7 @@ def logprobs(model: Path, engine: str, precision: str) -> dict[str, Interval]:
         )
         for g in made
     ]
-    with joined("cpu", 600, 1, 1, 1) as world:
+    with joined("cpu", 600, threads=1) as world:
         assert isinstance(world, World)
         spec = ModelConfig(path=str(model))
         policy = load_model(model, world, spec, seed=0, precision=precision, frozen=True)

@@ -134,7 +134,7 @@ def last_turn_losses(model: Path, conversations: Sequence[Row]) -> np.ndarray:
 
     tokenizer = Tokenizer.load(str(model))
     samples = [encode_document(row, tokenizer, train_on="last")[0][0] for row in conversations]
-    with joined("cpu", 600, 1, 1, 1) as world:
+    with joined("cpu", 600, threads=1) as world:
         assert isinstance(world, World)
         made = load_model(model, world, ModelConfig(path=str(model)), seed=0, precision="fp32", frozen=True)
         found = sample_logprobs(

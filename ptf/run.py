@@ -363,7 +363,7 @@ def world_of(job: Job) -> "contextlib.AbstractContextManager[World]":
 
     compute = job.compute
     threads = compute.threads or launch.default_threads()
-    return joined(compute.device, compute.timeout_s, compute.mesh.replicate, threads, compute.mesh.tensor_parallel_size)
+    return joined(compute.device, compute.timeout_s, compute.mesh.sizes(compute.workers), threads)
 
 
 def run_by_hand(job: Job, run_name: str | None) -> None:

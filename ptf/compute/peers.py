@@ -40,14 +40,15 @@ class ProcessPeers:
 def peers(world: World, size: int, timeout_s: float) -> ProcessPeers | None:
     """Return this rank's group of `size` neighbouring data-parallel ranks; None if there is only one rank.
 
-    All ranks call it together. Ranks of one tensor group, which see the same data, are in different groups.
+    All ranks call it together. Ranks that see the same data are in different groups.
     """
-    if world.mesh is None or world.data_parallel_size == 1 or size == 1:
+    sizes = world.meshes.sizes
+    if world.meshes.dense is None or sizes.data == 1 or size == 1:
         return None
     result = None
-    for tensor in range(world.tensor_parallel_size):
-        for first in range(0, world.data_parallel_size, size):
-            ranks = [data * world.tensor_parallel_size + tensor for data in range(first, first + size)]
+    for place in range(sizes.model):
+        for first in range(0, sizes.data, size):
+            ranks = [data * sizes.model + place for data in range(first, first + size)]
             group = cast(
                 "dist.ProcessGroup", dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo")
             )

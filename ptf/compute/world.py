@@ -1,40 +1,37 @@
 """A process among its peers: rank, size, device and mesh, passed as an argument and never looked up.
 
 Losses and metrics are reduced by sums in float64 (`sum`) and by maxima (`max`); `sum_and_max` does both and waits for
-the device once. Ranks of one tensor group hold one model together and see the same data, so data is distributed, and
-sums are taken, over the data-parallel ranks; maxima are taken over all ranks.
+the device once. Sums are taken over the data-parallel ranks (ptf.compute.mesh), maxima over all ranks.
 """
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptf.compute import heap
 from ptf.compute.heartbeat import Clock, beating
+from ptf.compute.mesh import Meshes
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
 
-CPU = torch.device("cpu")
+CPU, ALONE = torch.device("cpu"), Meshes()
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class World:
-    """The rank of a process, the number of ranks, its device and its mesh."""
+    """The rank of a process, its groups of ranks and its device."""
 
     rank: int = 0
-    size: int = 1
+    meshes: Meshes = ALONE
     device: torch.device = CPU
-    mesh: DeviceMesh | None = None  # ("replicate", "shard", "tensor"); None: one process without collectives
     clock: Clock = field(default_factory=Clock, compare=False)  # the phase that this process is in
 
     @property
@@ -42,25 +39,25 @@ class World:
         """Whether this is the one rank that writes shared files."""
         return self.rank == 0
 
-    @cached_property  # a mesh computes its coordinates anew for every name: a millisecond
-    def tensor_parallel_size(self) -> int:
-        """Number of ranks that see the same data."""
-        return 1 if self.mesh is None else self.mesh["tensor"].size()
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.meshes.sizes.ranks
 
     @property
     def data_parallel_size(self) -> int:
         """Number of ranks that see different data."""
-        return self.size // self.tensor_parallel_size
+        return self.meshes.sizes.data
 
     @property
     def data_rank(self) -> int:
         """Index of this rank's share among the `data_parallel_size` shares of the data."""
-        return self.rank // self.tensor_parallel_size
+        return self.rank // self.meshes.sizes.model
 
     def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
         """Sum over the data-parallel ranks, as float64 on the CPU; a scalar or a vector.
 
-        Ranks of one tensor group pass the same value. Values of the host are summed without the GPU, so that nothing
+        Ranks that see the same data pass the same value. Values of the host are summed without the GPU, so that nothing
         waits for it.
         """
         return self._reduced(torch.as_tensor(value, dtype=torch.float64), dist.ReduceOp.SUM).cpu()
@@ -84,11 +81,16 @@ class World:
 
     def _reduced(self, value: torch.Tensor, op: Any) -> torch.Tensor:
         """Return the sum over the data-parallel ranks, or the maximum over all ranks, on the device of the value."""
-        if self.mesh is None or self.size == 1:
+        if not self._has_peers:
             return value.detach()
-        found, over_all = value.detach().clone(), op == dist.ReduceOp.MAX or self.tensor_parallel_size == 1
-        dist.all_reduce(found, op, group=None if over_all else data_ranks(self.mesh).get_group())
+        found = value.detach().clone()
+        dist.all_reduce(found, op, group=None if op == dist.ReduceOp.MAX else self.meshes.data)
         return found
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether there are other ranks to communicate with."""
+        return self.meshes.dense is not None and self.size > 1
 
     def barrier(self) -> None:
         """Wait until all ranks have arrived."""
@@ -97,9 +99,14 @@ class World:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in their order, on every rank."""
         values = [value] * self.size
-        if self.mesh is not None and self.size > 1:
+        if self._has_peers:
             dist.all_gather_object(values, value)
         return values
+
+    def gather_data(self, value: Any) -> list[Any]:
+        """Return the value of every data-parallel rank, in their order, on every rank; ranks that see the same data
+        have the same value."""
+        return self.all_gather_object(value)[:: self.meshes.sizes.model]
 
     def together(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0; return its result on every rank, or raise its error on every rank."""
@@ -111,7 +118,7 @@ class World:
                 error = raised
         known = error is None or isinstance(error, UserError)  # others may be no objects that processes can send
         box: list[Any] = [result, error if known else RuntimeError(f"rank 0: {error!r}")]
-        if self.mesh is not None and self.size > 1:
+        if self._has_peers:
             dist.broadcast_object_list(box, src=0)
         result, shared = box
         if error or shared:
@@ -146,40 +153,14 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def make_mesh(device: str, size: int, replicate: int, tensor: int) -> DeviceMesh:
-    """Build a mesh replicate × shard × tensor.
-
-    Neighbours form a tensor group: they share a machine and its fast links. Raises UserError unless `replicate` ×
-    `tensor` divides the ranks.
-    """
-    if size % (replicate * tensor):
-        raise UserError(
-            f"compute.mesh: replicate ({replicate}) × tensor_parallel_size ({tensor}) must divide the {size} workers"
-        )
-    mesh = init_device_mesh(
-        device, (replicate, size // (replicate * tensor), tensor), mesh_dim_names=("replicate", "shard", "tensor")
-    )
-    # it logs hints about microseconds at an export, 4 lines each
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    if tensor > 1:
-        data_ranks(mesh)  # creates a process group, which all ranks must do together
-    return mesh
-
-
-def data_ranks(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks that see different data, as a mesh of one dimension; it is built once."""
-    return mesh["replicate", "shard"]._flatten("data")
-
-
 @contextlib.contextmanager
 def joined(
-    device: str, timeout_s: float, replicate: int = 1, threads: int | None = None, tensor: int = 1
+    device: str, timeout_s: float, sizes: MeshSizes | None = None, threads: int | None = None
 ) -> Iterator[World]:
-    """Join the process group and yield this process's World; leave the group on exit.
+    """Join the process group and yield this process's World; leave the group on exit. By default the ranks are shards.
 
     The rank comes from the variables that torchrun and the Ray gang set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*);
-    without them it is a world of one with its own process group. Raises UserError for a mesh that does not divide the
-    ranks.
+    without them it is a world of one with its own process group.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     where = pick_device(device, int(os.environ.get("LOCAL_RANK", rank)))
@@ -197,7 +178,7 @@ def joined(
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     try:
-        world = World(rank, size, where, make_mesh(where.type, size, replicate, tensor))
+        world = World(rank, Meshes.of(where.type, sizes or MeshSizes(shard=size)), where)
         with beating(world.clock, rank):
             # without it, a rank that fails at once leaves the others waiting for their groups until the deadline
             world.barrier()

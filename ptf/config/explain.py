@@ -48,6 +48,8 @@ PARALLELISM = {
     "pp": "pipeline parallelism",
     "context": "context parallelism",
     "cp": "context parallelism",
+    "expert": "expert parallelism",
+    "ep": "expert parallelism",
 }
 # what one may well look for, by the first word of the key or value that would ask for it;
 # parallelism only below `compute`

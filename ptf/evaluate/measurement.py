@@ -108,8 +108,8 @@ def measure_on_rank(text: str, directory: str) -> None:
         job, recipe, starting.load_tokenizer(), run / "quarantine" if int(os.environ.get("RANK", 0)) == 0 else None
     )
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    mesh = (1, 1) if alone else (compute.mesh.replicate, compute.mesh.tensor_parallel_size)
-    with joined(compute.device, compute.timeout_s, mesh[0], compute.threads, mesh[1]) as world:
+    sizes = None if alone else compute.mesh.sizes(compute.workers)
+    with joined(compute.device, compute.timeout_s, sizes, compute.threads) as world:
         # for a few passes, without the parts that a run compiles or replaces
         plain = job.train.model_copy(update={"compile": False, "fused": []})
         model = starting.checkpoint(run / "model").load(world, plain, recipe.head, frozen=True)
@@ -191,11 +191,7 @@ def score_answers(
     """Return scores, labels and lengths of all responses, on every rank: [3, responses]."""
     batches = progress.counted(deal(sequences, world, micro_batch_sequences, seq_len), "scores", "batches")
     mine = np.concatenate([recipe.judgements(model, b.to(world.device)).cpu().numpy() for b in batches], axis=1)
-    # all ranks of a tensor-parallel group have the same values
-    return np.concatenate(
-        [mine for rank, mine in enumerate(world.all_gather_object(mine)) if rank % world.tensor_parallel_size == 0],
-        axis=1,
-    )
+    return np.concatenate(world.gather_data(mine), axis=1)
 
 
 def auc(scores: np.ndarray, truth: np.ndarray) -> float:

@@ -1,6 +1,7 @@
 """What `ptf plan` prints of a budget and of a roofline: tables for people, a dictionary for programs."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.box import SIMPLE
 from rich.console import RenderableType
@@ -119,7 +120,7 @@ def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
         ),
         (
             f"update: {update.flops:.3g} FLOPs for {update.tokens:,} tokens, {update.seconds:.3g} s on "
-            f"{update.gpus} GPUs"
+            f"{update.mesh.ranks} GPUs"
         ),
         *(f"does not fit: {problem}" for problem in plan.problems),
     ]
@@ -181,11 +182,11 @@ def _budget_table(step: Budget) -> Table:
 
 def _budget_lines(step: Budget) -> list[str]:
     """Return what a step costs, and, if it does not fit, what takes most."""
-    mesh = " × ".join(f"{name} {size}" for name, size in step.mesh.items())
+    mesh = " × ".join(f"{name} {size}" for name, size in asdict(step.mesh).items())
     rate = step.tokens / step.seconds
     lines = [
         (
-            f"{step.gpus} GPUs ({mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens per step; "
+            f"{step.mesh.ranks} GPUs ({mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens per step; "
             f"{step.seconds:.3g} s, {rate:,.0f} tokens/s"
         )
     ]

@@ -227,7 +227,7 @@ def _on_rank(
     loss = model(*(t[part] for t in inputs), partial(cross_entropy, targets=targets[part], weights=weights[part]))
     if weight and (balance := model.load_balancing_loss()) is not None:
         loss = loss + weight * balance * weights[part].sum()
-    (loss * shards / units).backward()  # FSDP averages the gradients of its ranks
+    (loss / units).backward()
     whole = loss.detach().clone()
     if shards > 1:
         dist.all_reduce(whole)

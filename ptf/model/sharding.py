@@ -119,9 +119,9 @@ def parallelize(
     order.
 
     The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` is FSDP2 with parameters in bfloat16 and
-    reductions in fp32; what trains keeps fp32 master weights. One process in fp32 needs no FSDP and gets none. Raise
-    ValueError for bf16 without a mesh, because FSDP keeps the master weights; UserError for a model that cannot be
-    sharded.
+    reductions in fp32; what trains keeps fp32 master weights. Gradients are summed over the ranks. One process in fp32
+    needs no FSDP and gets none. Raise ValueError for bf16 without a mesh, because FSDP keeps the master weights;
+    UserError for a model that cannot be sharded.
     """
     assert precision in ("bf16", "fp32"), precision
     if precision == "bf16" and mesh is None:
@@ -144,6 +144,10 @@ def parallelize(
     over = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     for module in (*model.layers, model):
         fully_shard(module, mesh=over, mp_policy=policy, shard_placement_fn=partial(_evenly, mesh["shard"].size()))
+        sharded = cast("FSDPModule", module)
+        # gradients are sums over ranks, not means; the factor alone would be a kind of sum that gloo does not have
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
     # a rank that has not used a parameter would otherwise leave out a collective for which the others wait
     cast("FSDPModule", model).set_reduce_scatter_unused_params(True)
     return model

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
 from ptf.workspace import progress
 
@@ -134,12 +135,15 @@ class RoleSpec:
     name: str
     cls: type
     settings: Any  # a frozen dataclass, of the type that the class takes
-    workers: int = 1
+    # how its workers divide a model: those of one model group get the same part of a split argument. Independent
+    # replicas are a model group each.
+    mesh: MeshSizes = field(default_factory=MeshSizes)
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables of its processes
-    replicate: int = 1  # copies of its sharded model, if its workers form a process group
-    # tensor-parallel size. In a process group, neighbouring ranks that share one model's layers get the same part of a
-    # split argument; for independent replicas, it is the number of processes of each.
-    tensor_parallel_size: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Number of its workers."""
+        return self.mesh.ranks
 
 
 class RoleGroup(Protocol):

@@ -114,16 +114,9 @@ class OnlineJob:
             models["critic"] = Learner, replace(policy, train=train, recipe=critic)
         if self.rollout.reward_model:
             models["reward_model"] = RewardModel, self._reward_model()
-        mesh, roles = job.compute.mesh, dict[str, RoleSpec]()
+        sizes, roles = job.compute.mesh.sizes(job.compute.workers), dict[str, RoleSpec]()
         for role, (cls, settings) in models.items():
-            roles[role] = RoleSpec(
-                role,
-                cls,
-                replace(settings, offload_path=offload_path(job, self.run, role)),
-                job.compute.workers,
-                replicate=mesh.replicate,
-                tensor_parallel_size=mesh.tensor_parallel_size,
-            )
+            roles[role] = RoleSpec(role, cls, replace(settings, offload_path=offload_path(job, self.run, role)), sizes)
         roles["rollout"] = sampler_spec(
             job,
             start.directory,

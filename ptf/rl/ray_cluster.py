@@ -30,9 +30,7 @@ class RoleRank(RankWorker):
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
         self.contexts = contextlib.ExitStack()  # never closed: the process group lives as long as the process
         if spec.cls.uses_process_group:
-            world = self.contexts.enter_context(
-                joined(device, timeout_s, spec.replicate, tensor=spec.tensor_parallel_size)
-            )
+            world = self.contexts.enter_context(joined(device, timeout_s, spec.mesh))
         else:
             world = World(device=pick_device(device))
             self.contexts.enter_context(beating(world.clock, 0))
@@ -66,18 +64,20 @@ class VerlRoleGroup:
 
     def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """See RoleGroup.call. Its workers give their results together, so `on_result` is not called."""
-        workers, tensor = self.spec.workers, self.spec.tensor_parallel_size
+        mesh = self.spec.mesh
         dispatch = getattr(getattr(self.spec.cls, method), "dispatch", "broadcast")
         is_split = dispatch == "split"
         shared = [put(arg) for arg in args[is_split:]]  # stored once, however many workers read it
         if is_split:
-            first = [[part] for part in split(args[0], workers // tensor) for _ in range(tensor)]
+            first = [[part] for part in split(args[0], mesh.data) for _ in range(mesh.model)]
         else:
-            first = [[]] * workers
+            first = [[]] * mesh.ranks
         results = self.gang.invoke(
             "call", [(method, *part, *shared) for part in first], doing=f"{self.spec.name}.{method}"
         )
-        return [item for part in results[::tensor] for item in part] if is_split else joined_results(dispatch, results)
+        if not is_split:
+            return joined_results(dispatch, results)
+        return [item for part in results[:: mesh.model] for item in part]
 
 
 class VerlCluster(Cluster):
@@ -118,14 +118,14 @@ class VerlCluster(Cluster):
         return VerlRoleGroup(spec, gang, self.device)
 
     def _start_replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
-        count = spec.workers // spec.tensor_parallel_size
-        slots = [self._shared(pool, spec.tensor_parallel_size, i * spec.tensor_parallel_size) for i in range(count)]
+        count, size = spec.mesh.data, spec.mesh.model
+        slots = [self._shared(pool, size, i * size) for i in range(count)]
         threads = self.threads or default_threads(min(spec.workers, max(self._slots[pool.name].store)))
 
         def start_replica(i: int) -> Gang:
             return Gang(
                 spec.name if count == 1 else f"{spec.name} {i}",
-                workers=spec.tensor_parallel_size,
+                workers=size,
                 timeout_s=self.timeout_s,
                 use_gpu=self.gpu,
                 threads=threads,

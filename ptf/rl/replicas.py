@@ -43,7 +43,7 @@ class Replicas:
         # method → its last arguments, which stay in Ray's object store; they include a copy of the weights
         self.replayed: dict[str, tuple[Any, ...]] = {}
         self.offloaded = self.closed = self.irreplaceable = False
-        self.count = spec.workers // spec.tensor_parallel_size
+        self.count = spec.mesh.data
         self.gangs: list[Any] = [None] * self.count  # the gang of each replica, once it is started
         self.threads = ThreadPoolExecutor(self.count)
         try:
@@ -170,7 +170,7 @@ class Replicas:
         if self.closed:
             gang.close()
             raise RuntimeError(f"{self.spec.name} is closed")
-        size, visible = self.spec.tensor_parallel_size, list[str]()
+        size, visible = self.spec.mesh.model, list[str]()
         if size > 1:  # the first process holds the role, which uses the devices of all
             visible = gang.invoke("visible_devices", [()] * size, doing="looking for devices")
         arguments = (self.spec, self.device, gang.timeout_s, ",".join(filter(None, visible)))

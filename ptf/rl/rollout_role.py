@@ -7,6 +7,7 @@ from pathlib import Path
 from ptf import storage
 from ptf.config import Job, Plugin, plugin
 from ptf.config.plugin_checks import environment_fault
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.rollout import RolloutConfig, SourcePlugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
@@ -108,7 +109,7 @@ def sampler_spec(
         vocabulary=shape.vocab,
         trie=trie,
     )
-    return RoleSpec("rollout", Sampler, sampler, replicas * tensor, env, tensor_parallel_size=tensor)
+    return RoleSpec("rollout", Sampler, sampler, MeshSizes(replicate=replicas, tensor=tensor), env)
 
 
 def raise_if_wrong_environments(rollout: RolloutConfig) -> None:

@@ -20,9 +20,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ptf.compute.mesh import Meshes
 from ptf.compute.meter import PEAKS
-from ptf.compute.world import make_mesh
 from ptf.config import Job
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError, first_line
 from ptf.model import bridge
 from ptf.model.activation_memory import ActivationBytes, activation_bytes
@@ -77,8 +78,7 @@ class Budget:
     """What a job needs: memory, FLOPs, tokens and seconds of a step."""
 
     model: str
-    gpus: int
-    mesh: Mapping[str, int]
+    mesh: MeshSizes
     parameters: int
     trained: int
     memory: Memory  # at the fullest moment
@@ -246,24 +246,23 @@ def budget(
     each role (`ptf.rl.online_budget`). Raises UserError for an unknown GPU, or a model that cannot be sharded so.
     """
     _raise_if_unknown(job, gpu)
-    tensor, precision = job.compute.mesh.tensor_parallel_size, job.train.precision
-    data = gpus // tensor
-    in_step = _sequences_of_step(job, data)
-    with fake_mesh(gpus, job.compute.mesh.replicate, tensor) as mesh:
+    ranks, precision = job.compute.mesh.sizes(gpus), job.train.precision
+    in_step = _sequences_of_step(job, ranks.data)
+    with fake_mesh(ranks) as mesh:
         recipe = recipe or registry.build(job)
         model = built(directory, job.model, recipe.head)
-        raise_if_indivisible(model.config, tensor)
+        raise_if_indivisible(model.config, ranks.tensor)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
         flops = Flops.of(model)
         by_role = beside if beside is not None else {} if recipe.precompute else recipe.frozen_models
         others = [_frozen_model(frozen_model, role, model, mesh, precision) for role, frozen_model in by_role.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        layers = _layers(model, dtype, tensor, compiled=job.train.compile is not False)
+        layers = _layers(model, dtype, ranks.tensor, compiled=job.train.compile is not False)
         parallelize(model, mesh, precision)
         sizes = _sizes(model, eight_bit=job.train.optimizer == "adamw_8bit")
         frozen_models, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
-    sequences = min(job.train.micro_batch_sequences, -(-in_step // data))
+    sequences = min(job.train.micro_batch_sequences, -(-in_step // ranks.data))
     run = _Run(
         job.train.activation_checkpointing,
         sequences,
@@ -275,19 +274,17 @@ def budget(
         softcapped=model.config.softcap is not None,
         offloaded=job.train.optimizer == "adamw_offload",
         eight_bit=job.train.optimizer == "adamw_8bit",
-        shards=data // job.compute.mesh.replicate,
+        shards=ranks.shard,
     )
     in_step *= recipe.update_epochs
     tokens, lengths = in_step * job.data.seq_len, [job.data.seq_len] * in_step
     work = flops.step(lengths, tokens) + sum(forward.step(lengths, tokens) for _, forward in others)
     dim, room = model.config.dim, room_gib * GIB
     memory, forward_alone = run.memory(sizes, layers, dim), run.forward(sizes, layers, dim)
-    replicate = job.compute.mesh.replicate
-    shape = {"replicate": replicate, "shard": data // replicate, "tensor": tensor}
     seconds = work / (gpus * PEAKS[gpu][precision == "fp32"] * 1e12 * mfu)
     copied = 4.0 * sizes.trained + sizes.moments
     cost = memory, forward_alone, sequences, work, tokens, seconds, room, run.host(sizes, layers), copied
-    return Budget(str(directory), gpus, shape, *counts, *cost)
+    return Budget(str(directory), ranks, *counts, *cost)
 
 
 def _raise_if_unknown(job: Job, gpu: str) -> None:
@@ -314,7 +311,7 @@ def _beside(
     job: Job,
     directory: Path,
     recipe: Recipe,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     sizes: _Sizes,
     by_role: Mapping[str, FrozenModelSpec],
     others: Sequence[tuple[_Sizes | None, Flops]],
@@ -344,12 +341,12 @@ def frozen_memory(
     """
     precision = job.train.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    mesh = job.compute.mesh
-    with fake_mesh(workers, mesh.replicate, mesh.tensor_parallel_size) as device_mesh:
+    ranks = job.compute.mesh.sizes(workers)
+    with fake_mesh(ranks) as mesh:
         model = bridge.build(directory, head=head)
         model.requires_grad_(False)
-        layers = _layers(model, dtype, mesh.tensor_parallel_size, compiled=job.train.compile is not False)
-        parallelize(model, device_mesh, precision)
+        layers = _layers(model, dtype, ranks.tensor, compiled=job.train.compile is not False)
+        parallelize(model, mesh, precision)
         sizes = _sizes(model)
     length = min(length or job.data.seq_len, model.config.max_positions)
     held = frozen_dtype(directory, precision, exported=False).itemsize
@@ -358,7 +355,7 @@ def frozen_memory(
 
 
 def _frozen_model(
-    frozen_model: FrozenModelSpec, role: str, model: Decoder, mesh: DeviceMesh, precision: str
+    frozen_model: FrozenModelSpec, role: str, model: Decoder, mesh: DeviceMesh | None, precision: str
 ) -> tuple[_Sizes | None, Flops]:
     """Return a frozen model's sizes (None if they are the model's) and the FLOPs of its forward pass."""
     if frozen_model.same_architecture:
@@ -373,7 +370,7 @@ def _frozen_model(
 
 
 @contextlib.contextmanager
-def fake_mesh(gpus: int, replicate: int, tensor: int) -> Iterator[DeviceMesh]:
+def fake_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh | None]:
     """Build a mesh of ranks that do not exist, as the first rank sees it, which holds the most.
 
     Raises UserError inside another process group.
@@ -382,9 +379,9 @@ def fake_mesh(gpus: int, replicate: int, tensor: int) -> Iterator[DeviceMesh]:
 
     if dist.is_initialized():
         raise UserError("ptf plan must run in a process without a process group")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=gpus)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sizes.ranks)
     try:
-        yield make_mesh("cpu", gpus, replicate, tensor)
+        yield Meshes.of("cpu", sizes).dense
     finally:
         dist.destroy_process_group()
 

@@ -79,7 +79,7 @@ def load_model(
     computation. `compiled` and `fused` are `train.compile` and `train.fused`.
     """
     own = spec.backend == "ptf"
-    if not own and world.mesh is not None and world.mesh["tensor"].size() > 1:
+    if not own and world.meshes.sizes.tensor > 1:
         raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
     model = built(directory, spec, head)
     if frozen:
@@ -90,7 +90,7 @@ def load_model(
     hold_frozen(model, dtype, bridge.stored_in_fp32(model, directory) if rounds else ())
     parallelize(
         model,
-        world.mesh,
+        world.meshes.dense,
         precision,
         recomputed=recomputed,
         compiled=own and compiles(compiled, world.device),
@@ -277,8 +277,8 @@ class Trainer:
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_all_reduce(i == len(micro) - 1)
             loss, metrics = self.loss(batch, recipe)
-            # FSDP averages over the data-parallel ranks; the denominator is already summed over all
-            (loss * (world.data_parallel_size / denominator)).backward()
+            # the denominator is of all ranks, and so is the sum of their gradients (`parallelize`)
+            (loss * (1 / denominator)).backward()
             add_metrics(totals, metrics)
         # FSDP gives zeros to a parameter that this rank has not used, because others may have (`parallelize`); one
         # process does the same, so that weight decay does not depend on the number of ranks

@@ -71,11 +71,5 @@ def held_out_sequence_losses(
         _, metrics = recipe.loss(model, batch, frozen_models)
         loss = metrics["divergence"] if "divergence" in metrics else metrics["loss"]
         own.append([float(loss), float(recipe.denominator(batch))])
-    # the ranks of a tensor group have the same sequences: one of them counts
-    by_rank = [
-        np.array(values)
-        for rank, values in enumerate(world.all_gather_object(own))
-        if rank % world.tensor_parallel_size == 0
-    ]
-    sequences_of_all = np.concatenate(by_rank)
+    sequences_of_all = np.concatenate([np.array(values) for values in world.gather_data(own)])
     return sequences_of_all[sequences_of_all[:, 1] > 0]

@@ -13,8 +13,9 @@ from torch import nn
 
 from ptf.compute import saver
 from ptf.compute.saver import BackgroundWriter, Saver
-from ptf.compute.world import World, make_mesh
-from tests.model.ranks import two_ranks
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
+from tests.model.ranks import two_ranks, world_of
 
 
 def polled(place: str, late: int) -> list[tuple[list[bool], int]]:
@@ -30,7 +31,7 @@ def polled(place: str, late: int) -> list[tuple[list[bool], int]]:
     saver.write = slow
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
-    writer = BackgroundWriter(World(rank, 2, mesh=make_mesh("cpu", 2, 1, 1)), 30.0)
+    writer = BackgroundWriter(world_of(MeshSizes(shard=2)), 30.0)
     found = []
     for number in range(2):
         writer.begin(f"{place}/{number}", model, optimizer, {})

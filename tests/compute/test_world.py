@@ -2,18 +2,17 @@
 
 from pathlib import Path
 
-import torch.distributed as dist
-
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 
 
 def _errors() -> list[str]:
     def raises(error: Exception) -> None:
         raise error
 
-    world, found = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), []
+    world, found = world_of(MeshSizes(shard=2)), []
     assert world.together(lambda: world.rank) == 0
     for error in (UserError("wrong"), KeyError("ours")):
         try:

@@ -42,8 +42,8 @@ def found(directory: str, world: World, precision: str, recomputed="none", tenso
     model = load_model(
         Path(directory), world, ModelConfig(path=directory), seed=0, precision=precision, recomputed=recomputed
     )
-    if tensor_group and world.mesh is not None:
-        cut(model, world.mesh["tensor"], PLAN)
+    if tensor_group and world.meshes.dense is not None:
+        cut(model, world.meshes.dense["tensor"], PLAN)
     batch = packed(ROWS, 256).to(world.device)
     head_fn = partial(
         cross_entropy, targets=batch.targets, weights=batch.loss_weights, selected=batch.trained_positions

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.model import bridge
 from ptf.model.chunked import cross_entropy
@@ -23,7 +23,7 @@ from ptf.model.recompute import Recompute
 from ptf.model.sharding import PLAN, parallelize
 from ptf.model.tensor_parallel import ParallelStyle
 from ptf.train import trainer
-from tests.model.ranks import on_processes
+from tests.model.ranks import on_processes, world_of
 from tests.tiny import packed
 
 ROWS = ([30, 11, 6], [47], [5, 41], [17, 1, 29])  # four micro-batches, by the lengths of their documents
@@ -99,10 +99,7 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
 
 def train(case: Case) -> Trained:
     """Train the case on this rank; every rank returns the same losses and gradients."""
-    mesh, rank = None, 0
-    if case.mesh is not None:
-        rank, mesh = dist.get_rank(), make_mesh("cpu", dist.get_world_size(), case.mesh[0], case.mesh[2])
-    world = World(rank, 1 if mesh is None else mesh.size(), mesh=mesh)
+    world = World() if case.mesh is None else world_of(MeshSizes(*case.mesh))
     quantization: Any = "nf4" if case.packed else None
     spec = ModelConfig(path=case.directory, lora=LORA if case.lora else None, quantization=quantization)
     trainer.parallelize = partial(parallelize, plan={**PLAN, **case.plan})  # type: ignore[assignment]
@@ -124,7 +121,7 @@ def train(case: Case) -> Trained:
             )
             if (balance := model.load_balancing_loss()) is not None:
                 loss = loss + 0.01 * balance * float(b.loss_weights.sum())
-            (loss * (world.data_parallel_size / units)).backward()
+            (loss / units).backward()
             total += float(loss.detach()) / units
         losses.append(float(world.sum(total)))
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

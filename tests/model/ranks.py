@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ptf.compute.mesh import Meshes
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.model.parallel_parity import run_ranks
 
 # torch imports its compiler at the first step of an optimizer and in state dicts; nothing of `tests`, of which the
@@ -30,6 +33,11 @@ def _rank(rank: int, directory: Path, function: Callable[[], Any], size: int, en
     torch.save(function(), directory / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def world_of(sizes: MeshSizes) -> World:
+    """This rank's world, divided so."""
+    return World(dist.get_rank(), Meshes.of("cpu", sizes))
 
 
 def on_processes(size: int, function: Callable[[], Any], directory: Path) -> list[Any]:

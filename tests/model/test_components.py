@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ptf.compute.checkpoint import load_tensors, tensors_of, write
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
 from ptf.config.section import Plugin
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -27,7 +28,7 @@ from ptf.model.verify import packed, round_trip
 from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests.model.own import DeepHead, GatedAttention, NarrowMLP, SameMLP, SameMoE, ScaledMLP
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.tiny import packed as packed_sequences
 
 DENSE = ("qwen3", "gemma3_text", "llama")
@@ -167,14 +168,14 @@ def test_flops_count_what_stands_there(tmp_path, model_type):
 
 def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) -> dict[str, torch.Tensor]:
     """Two steps of two micro-batches, then the way through a distributed checkpoint into a model of another seed."""
-    world = World(torch.distributed.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)) if mesh else World()
+    world = world_of(MeshSizes(shard=2)) if mesh else World()
     models = [load_model(directory, world, spec, seed=seed, precision="fp32") for seed in (3, 4)]
     model = models[0]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         for batch in [packed_sequences([[20, 11]], 40, seed=2 * step + i) for i in range(2)][world.rank :: world.size]:
             loss, _ = model(batch.tokens, batch.positions, batch.segments, partial(next_token_loss, batch=batch))
-            (loss * world.size).backward()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     write(str(checkpoints), tensors_of(model, optimizer), {}, world)

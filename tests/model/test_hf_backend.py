@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ptf.compute.tracking import read_metrics
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
 from ptf.config import ConfigError, loads
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
@@ -26,7 +27,7 @@ from ptf.recipes.sft.recipe import SFT
 from ptf.run import run
 from ptf.train.trainer import Trainer, load_model
 from tests.model.foreign import CONFIGS, foreign
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.model.wrappers import wrapper
 from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic, checkpoint, packed
@@ -230,8 +231,7 @@ SHARDED = {"gpt2": None, "mixtral": None, "olmo2": {"rank": 4}, "gemma4": {"rank
 
 
 def _sharded() -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    rank = torch.distributed.get_rank()
-    world = World(rank, 2, torch.device("cpu"), make_mesh("cpu", 2, 1, 1))
+    world = world_of(MeshSizes(shard=2))
     return [_trained(Path(os.environ["PTF_TEST_MODELS"]) / name, world, lora) for name, lora in SHARDED.items()]
 
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -31,7 +32,7 @@ from ptf.model.verify import packed
 from ptf.train.trainable import freeze
 from ptf.train.trainer import load_model
 from tests.model.own import NarrowMLP
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.tiny import packed as packed_sequences
 
 FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss")
@@ -353,9 +354,7 @@ EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hid
 def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tensor]:
     """A few steps of training adapters, the last layer's attention and the final norm: the losses,
     and what is exported then."""
-    size = 1 if mesh is None else mesh[0] * mesh[1] * mesh[2]
-    rank = 0 if mesh is None else torch.distributed.get_rank()
-    world = World(rank, size, mesh=None if mesh is None else make_mesh("cpu", size, mesh[0], mesh[2]))
+    world = World() if mesh is None else world_of(MeshSizes(*mesh))
     spec = ModelConfig(path=str(directory), lora=LoraConfig(rank=4, alpha=8), trainable=["norm", "layers.1.attn"])
     model = load_model(directory, world, spec, seed=0, precision="fp32")
     # AdamW would make much of a gradient's rounding
@@ -371,7 +370,7 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
             loss = model(
                 b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
             )
-            (loss * (world.data_parallel_size / units)).backward()
+            (loss / units).backward()
             total += float(loss.detach()) / units
         losses.append(float(world.sum(total)))
         optimizer.step()

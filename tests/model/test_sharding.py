@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshConfig
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -163,4 +164,4 @@ def test_compiled_parts_compute_the_same(models) -> None:
 @pytest.mark.parametrize(("replicate", "tensor"), [(3, 1), (1, 3), (2, 4)])
 def test_a_mesh_that_does_not_divide_the_ranks_is_refused(replicate, tensor):
     with pytest.raises(UserError, match="must divide the 4 workers"):
-        make_mesh("cpu", 4, replicate, tensor)
+        MeshConfig(replicate=replicate, tensor_parallel_size=tensor).sizes(4)

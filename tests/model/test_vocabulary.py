@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ptf.compute.world import make_mesh
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.checkpoint_mapping import PaddedRows
@@ -23,7 +23,7 @@ from ptf.model.head import Head
 from ptf.model.reference import random_reference
 from ptf.model.sharding import parallelize
 from ptf.model.vocabulary import NewRows, extend, read_vectors, rows
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.tiny import packed
 
 FAMILIES = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "gemma3")
@@ -103,7 +103,7 @@ def test_any_slice_of_a_padded_table_is_read_from_the_shorter_one(count, a, b):
 
 def _sharded(directory: Path, out: Path, drawn: bool) -> dict:
     model = bridge.build(directory)
-    parallelize(model, make_mesh("cpu", 2, 1, 1), "fp32")
+    parallelize(model, world_of(MeshSizes(shard=2)).meshes.dense, "fp32")
     bridge.materialize(model, torch.device("cpu"))
     if drawn:
         bridge.random_init(model, 3)

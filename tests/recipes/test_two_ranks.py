@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.document import PackUnit
@@ -17,7 +17,7 @@ from ptf.data.packing import pack_all
 from ptf.model.decoder import Decoder
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import Trainer, load_model
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.recipes import dense, test_dpo, test_kd, test_rm
 from tests.tiny import SIZES, checkpoint
 
@@ -53,7 +53,7 @@ def load(name: str, world: World, lora: LoraConfig | None) -> tuple[Decoder, dic
 
 def on_rank() -> list[tuple[float, dict[str, Tensor]]]:
     """Return the loss and the whole gradients of every case."""
-    world, found = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), []
+    world, found = world_of(MeshSizes(shard=2)), []
     for name, lora in CASES:
         model, beside = load(name, world, lora)
         means, _ = Trainer(model, world, TrainConfig(steps=1, lr=1e-3), beside).forward_backward(

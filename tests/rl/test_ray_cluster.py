@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import Lost, UserError
 from ptf.rl import ray_cluster, replicas
 from ptf.rl.cluster import LocalCluster, Pool, RoleSpec, broadcast, split_over_workers, summed_broadcast
@@ -106,12 +107,12 @@ def cluster(ray_cluster):
 
 @pytest.fixture(scope="module")
 def echo(cluster):
-    return cluster.start(RoleSpec("echo", Echo, "e", 2, {"ONLY_ECHO": "1"}))
+    return cluster.start(RoleSpec("echo", Echo, "e", MeshSizes(shard=2), {"ONLY_ECHO": "1"}))
 
 
 @pytest.fixture(scope="module")
 def team(cluster):
-    return cluster.start(RoleSpec("team", Team, "t", 2))
+    return cluster.start(RoleSpec("team", Team, "t", MeshSizes(shard=2)))
 
 
 def test_sharded_calls_split_the_list_and_join_the_results_in_order(echo):
@@ -171,7 +172,7 @@ def test_phases_add_up_their_seconds_and_on_a_cpu_nobody_is_offloaded(cluster, e
 
 def test_a_late_or_dead_worker_is_named_and_close_leaves_no_process(ray_cluster):
     cluster = VerlCluster(device="cpu", timeout_s=40, pools=[Pool("all", frozenset({"rollout"}), (1, 1))])
-    group = cluster.start(RoleSpec("rollout", Echo, "", 2))
+    group = cluster.start(RoleSpec("rollout", Echo, "", MeshSizes(shard=2)))
     pids = [gang.members[0].pid for gang in group.gangs]
     for gang in group.gangs:
         gang.timeout_s = 1.0
@@ -201,9 +202,9 @@ GPUS = """
         pools = [Pool("shared", frozenset({"policy", "rollout", "wide"}), (3, 3)), 
                  Pool("own", frozenset({"critic"}), (1,))]
         cluster = VerlCluster(device="auto", timeout_s=300, pools=pools)
-        policy = cluster.start(RoleSpec("policy", Echo, "p", 2))
-        rollout = cluster.start(RoleSpec("rollout", Echo, "r", 1))
-        critic = cluster.start(RoleSpec("critic", Echo, "c", 1))
+        policy = cluster.start(RoleSpec("policy", Echo, "p", MeshSizes(shard=2)))
+        rollout = cluster.start(RoleSpec("rollout", Echo, "r", MeshSizes(shard=1)))
+        critic = cluster.start(RoleSpec("critic", Echo, "c", MeshSizes(shard=1)))
         devices = [group.call("env", "CUDA_VISIBLE_DEVICES") for group in (policy, rollout, critic)]
         with cluster.phase(rollout, "rollout"):
             pass
@@ -211,7 +212,7 @@ GPUS = """
             with cluster.phase(group, "turn"):
                 pass
         try:
-            cluster.start(RoleSpec("wide", Echo, "w", 3))
+            cluster.start(RoleSpec("wide", Echo, "w", MeshSizes(shard=3)))
             refused = ""
         except UserError as error:
             refused = str(error)

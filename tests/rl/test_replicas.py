@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import Lost, Retryable, UserError
 from ptf.rl.cluster import (
     LocalCluster,
@@ -122,7 +123,7 @@ ITEMS = [1, 2, 3, 4, 5, 6, 7, 8]
 @pytest.fixture
 def group(ray_cluster, tmp_path):
     cluster = VerlCluster(device="cpu", timeout_s=60, pools=[Pool("all", frozenset({"workers"}), (1, 1))], restarts=1)
-    made = cluster.start(RoleSpec(*SPEC, str(tmp_path), 2))
+    made = cluster.start(RoleSpec(*SPEC, str(tmp_path), MeshSizes(replicate=2)))
     made.call("load", 7)
     yield made
     cluster.close()

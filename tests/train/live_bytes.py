@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.published_shapes import write_config
-from ptf.compute.world import World, make_mesh
+from ptf.compute.mesh import Meshes
+from ptf.compute.world import World
 from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
@@ -157,18 +158,18 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
     config, recipe = job.train, registry.build(job)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        mesh = make_mesh("cpu", ranks, job.compute.mesh.replicate, 1)
+        meshes = Meshes.of("cpu", job.compute.mesh.sizes(ranks))
         with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
             model = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model, adapted=True))
             freeze(model, job.model.trainable)
             hold_frozen(model, frozen_dtype(directory, config.precision, exported=True))
-            parallelize(model, mesh, config.precision, recomputed=config.activation_checkpointing)
+            parallelize(model, meshes.dense, config.precision, recomputed=config.activation_checkpointing)
             model.to_empty(device=torch.device("cpu"))
             frozen_models = {
-                role: _frozen(directory, mesh, config.precision) if needs_weights(of, job.model) else model
+                role: _frozen(directory, meshes.dense, config.precision) if needs_weights(of, job.model) else model
                 for role, of in recipe.frozen_models.items()
             }
-            trainer = Trainer(model, World(rank=0, size=ranks, mesh=mesh), config, frozen_models)
+            trainer = Trainer(model, World(0, meshes), config, frozen_models)
             units = _units(job)
             passes = config.global_batch_sequences // ranks // config.micro_batch_sequences
             batches = [Batch.of(pack_all(units, job.data.seq_len), job.data.seq_len) for _ in range(passes)]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
@@ -26,7 +26,7 @@ from ptf.recipes.protocol import Metrics
 from ptf.recipes.sft.config import SFTConfig
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.recipes.of_keys import of_keys
 from tests.tiny import checkpoint, packed, sample
 
@@ -87,7 +87,7 @@ def gradients(model: Decoder) -> dict[str, Tensor]:
 
 
 def worlds() -> dict[str, World]:
-    return {name: World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, n, 1)) for name, n in MESHES.items()}
+    return {name: world_of(MeshSizes(n, 2 // n)) for name, n in MESHES.items()}
 
 
 def held_and_gradients() -> dict[str, tuple[list[int], dict[str, Tensor]]]:

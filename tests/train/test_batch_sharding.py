@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from ptf.compute.mesh import Meshes
 from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.data.batch import Batch
 from ptf.model.head import Head
 from ptf.recipes.grpo.recipe import GRPO
@@ -17,7 +19,7 @@ from tests.rl.test_grpo import groups
 @pytest.mark.parametrize("sequences", [0, 1, 5, 17])
 def test_every_rank_gets_equally_many_batches_and_nothing_is_lost(workers, sequences):
     packed = [[unit] for unit in of_keys(GRPO).compute_advantages(groups(6, 4))][:sequences]
-    shares = [deal(packed, World(rank, workers), 4, 40) for rank in range(workers)]
+    shares = [deal(packed, World(rank, Meshes(MeshSizes(shard=workers))), 4, 40) for rank in range(workers)]
     assert len({len(share) for share in shares}) == 1
     assert len(shares[0]) >= 1
     batches = [batch for share in shares for batch in share]
@@ -28,7 +30,7 @@ def test_every_rank_gets_equally_many_batches_and_nothing_is_lost(workers, seque
 
 def test_a_batch_of_filling_alone_has_a_loss_of_zero_and_gradients():
     packed = [[unit] for unit in of_keys(GRPO).compute_advantages(groups(1, 4))][:1]
-    (batch,) = deal(packed, World(1, 2), 4, 40)
+    (batch,) = deal(packed, World(1, Meshes(MeshSizes(shard=2))), 4, 40)
     assert isinstance(batch, Batch)
     weight = torch.zeros((), requires_grad=True)
 

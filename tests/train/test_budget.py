@@ -12,6 +12,7 @@ from torch import nn
 
 from ptf.cli import main
 from ptf.config import loads
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
 from ptf.model.activation_memory import CountedAttend, activation_bytes
 from ptf.model.decoder import Decoder
@@ -80,7 +81,7 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
     share = 4 * found.parameters * replicate / gpus
     assert share <= found.memory.weights <= 1.15 * share  # norms and router are whole over the tensor group
     assert found.memory.optimizer == 2 * found.memory.gradients == 2 * found.memory.weights
-    assert found.mesh == {"replicate": replicate, "shard": gpus // tensor // replicate, "tensor": tensor}
+    assert found.mesh == MeshSizes(replicate, gpus // tensor // replicate, tensor)
 
 
 def small_decoder(model_type: str, adapted: bool) -> Decoder:

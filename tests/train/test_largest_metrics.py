@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
@@ -21,7 +21,7 @@ from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.deterministic import trainer_of
 from ptf.train.trainer import load_model
 from ptf.train.validate import held_out_metrics
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.recipes.of_keys import of_keys
 from tests.tiny import checkpoint, sample
 
@@ -63,7 +63,7 @@ def found(world: World) -> dict[str, dict[str, float]]:
 
 
 def on_rank() -> dict[str, dict[str, float]]:
-    return found(World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)))
+    return found(world_of(MeshSizes(shard=2)))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])

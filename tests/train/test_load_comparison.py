@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
 from ptf.config import loads
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -23,7 +24,7 @@ from ptf.train.export import logprobs_of
 from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.model.test_stored_tensors import BF16, FP32, loaded, with_head
 from tests.tiny import arithmetic, checkpoint, sample
 
@@ -101,7 +102,7 @@ def test_what_bf16_does_to_transformers_is_permitted(in_bf16, refused, tmp_path,
 
 def _of_two_ranks() -> tuple[str, bool]:
     source, spec = checkpoint(Path.cwd() / f"{dist.get_rank()}-model", num_hidden_layers=3), ModelConfig(path="-")
-    world, said = World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), io.StringIO()
+    world, said = world_of(MeshSizes(shard=2)), io.StringIO()
     whole, sharded = (load_model(source, w, spec, seed=0, precision="fp32") for w in (World(), world))
     with redirect_stdout(said):
         compare_with_transformers(whole, source, spec, ROW, world, "fp32")  # train.deterministic

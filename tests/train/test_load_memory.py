@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from ptf.compute.world import World, make_mesh
+from ptf.config.sections.compute import MeshSizes
 from ptf.model import bridge
 from ptf.model.sharding import parallelize
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.tiny import SIZES
 
 CONFIG = {
@@ -41,10 +40,9 @@ def resident() -> int:
 def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
     """(Most memory while a model was loaded, bytes of this rank's shards). `whole`:
     every tensor is read before any is cut."""
-    rank = dist.get_rank()
-    world = World(rank, 2, mesh=make_mesh("cpu", 2, 1, tensor))
+    world = world_of(MeshSizes(shard=2 // tensor, tensor=tensor))
     model = bridge.build(directory)
-    parallelize(model, world.mesh, "fp32")
+    parallelize(model, world.meshes.dense, "fp32")
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier model left to the allocator would hide what this one takes
     before, most, done = resident(), 0, threading.Event()

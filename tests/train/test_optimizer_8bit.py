@@ -7,14 +7,14 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ptf.compute import checkpoint as checkpoints
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
@@ -23,7 +23,7 @@ from ptf.train import optimizer_8bit
 from ptf.train.optim import adamw
 from ptf.train.optimizer_8bit import QuantisedMoments, is_quantised, moment_bytes
 from ptf.train.trainer import Trainer, load_model
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic, checkpoint, packed
 from tests.train.test_loop import resumed_alike, same, train, weights
@@ -121,7 +121,7 @@ def resumed_from(directory: str, stored: str, world: World) -> dict[str, torch.T
 
 
 def on_two(directory: str, stored: str) -> dict[str, torch.Tensor]:
-    return resumed_from(directory, stored, World(rank=dist.get_rank(), size=2, mesh=make_mesh("cpu", 2, 1, 1)))
+    return resumed_from(directory, stored, world_of(MeshSizes(shard=2)))
 
 
 def test_a_checkpoint_of_one_rank_has_the_same_codes_on_two(tmp_path: Path) -> None:

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ptf.compute.world import World, make_mesh
+from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.model import bridge
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainer import Trainer, load_model
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic, checkpoint, packed
 from tests.train.test_loop import facts, same, stopped, train, weights
@@ -64,7 +64,7 @@ def test_steps_have_the_bits_of_those_without(tmp_path, limit: int) -> None:
 
 
 def sharded(directory: str) -> bool:
-    world = World(rank=dist.get_rank(), size=2, mesh=make_mesh("cpu", 2, 1, 1))
+    world = world_of(MeshSizes(shard=2))
     spec = ModelConfig(path=directory)
     models = [load_model(Path(directory), world, spec, seed=0, precision="fp32") for _ in range(2)]
     plain, mine = (trained(m, world, limit, []) for m, limit in zip(models, (None, LIMIT), strict=True))

@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file, save_file
 
 from ptf.compute.lease import UNSHARED
-from ptf.compute.world import World, make_mesh
 from ptf.config import loads
+from ptf.config.sections.compute import MeshSizes
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.train.loop import train_offline
-from tests.model.ranks import two_ranks
+from tests.model.ranks import two_ranks, world_of
 from tests.tiny import arithmetic, checkpoint, write_jsonl
 from tests.train.test_loop import facts, resumed_alike, same, stopped, train, weights
 
@@ -229,7 +228,7 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
 
 def train_on_rank(text: str, directory: Path) -> None:
     """Train as one of two ranks, as each of them does under torchrun."""
-    train_offline(loads(text), World(dist.get_rank(), 2, mesh=make_mesh("cpu", 2, 1, 1)), directory, UNSHARED)
+    train_offline(loads(text), world_of(MeshSizes(shard=2)), directory, UNSHARED)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -1,7 +1,6 @@
 """A whole run over a tensor group: the same data, the same numbers, and a checkpoint that one worker continues."""
 
 import shutil
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +8,11 @@ import pytest
 import torch
 import yaml
 
+from ptf.compute.mesh import Meshes
 from ptf.compute.tracking import read_metrics
 from ptf.compute.world import World
 from ptf.config import load, loads
+from ptf.config.sections.compute import MeshSizes
 from ptf.data.packing import pack_all
 from ptf.errors import UserError
 from ptf.run import run
@@ -50,24 +51,17 @@ def test_two_workers_hold_one_model_together(tmp_path) -> None:
     assert not torch.equal(next(iter(a.values())), next(iter(resumed.values())))
 
 
-class Group(World):
-    """A rank of two data-parallel groups of two, without processes."""
-
-    @cached_property
-    def tensor_parallel_size(self) -> int:
-        return 2
-
-
 def test_a_tensor_group_gets_the_same_rows() -> None:
     packed = pack_all([(sample(n, n),) for n in (9, 30, 4, 22, 17)], 40)
-    shares = [[b.tokens.tolist() for b in deal(packed, Group(rank, 4), 1, 40)] for rank in range(4)]
+    two_groups = Meshes(MeshSizes(shard=2, tensor=2))
+    shares = [[b.tokens.tolist() for b in deal(packed, World(rank, two_groups), 1, 40)] for rank in range(4)]
     assert shares[0] == shares[1] != shares[2] == shares[3]
 
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ({"tensor_parallel_size": 3}, r"tensor_parallel_size \(3\) must divide compute.workers \(8\)"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size \(3\) must divide the 8 workers"),
         ({"tensor_parallel_size": 4, "replicate": 4}, r"replicate \(4\) × tensor_parallel_size \(4\)"),
     ],
 )

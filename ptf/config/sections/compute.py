@@ -1,10 +1,36 @@
 """The section `compute`: where a run runs, on how many devices, and how they divide the model."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ptf.config.section import Count, Positive, PositiveFloat, Section, changeable
+from ptf.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """The number of ranks along each axis of the mesh: rank = (replicate · shards + shard) · tensors + tensor."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def data(self) -> int:
+        """Number of ranks that see different data."""
+        return self.replicate * self.shard
+
+    @property
+    def model(self) -> int:
+        """Number of neighbouring ranks that hold every layer together and see the same data."""
+        return self.tensor
+
+    @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.data * self.model
 
 
 class MeshConfig(Section):
@@ -16,6 +42,22 @@ class MeshConfig(Section):
     """Number of workers that hold every layer together and see the same sequences. Tensor
     parallelism divides attention heads, key-value heads, MLPs, experts and vocabulary; the size must divide each of
     these numbers."""
+
+    def sizes(self, workers: int) -> MeshSizes:
+        """Divide that many workers. Raises UserError if they cannot be divided so."""
+        if problem := self.problem(workers):
+            raise UserError(problem)
+        replicate, tensor = self.replicate, self.tensor_parallel_size
+        return MeshSizes(replicate, workers // (replicate * tensor), tensor)
+
+    def problem(self, workers: int) -> str:
+        """Return why that many workers cannot be divided so, or an empty text."""
+        if workers % (self.replicate * self.tensor_parallel_size) == 0:
+            return ""
+        return (
+            f"compute.mesh: replicate ({self.replicate}) × tensor_parallel_size ({self.tensor_parallel_size}) must "
+            f"divide the {workers} workers"
+        )
 
 
 class PoolConfig(Section):

@@ -63,7 +63,8 @@ def engines(ray_cluster, place, vllm_caches):
     (place / "home").mkdir()
     cluster = VerlCluster(device="cpu", timeout_s=400, pools=[Pool("engines", frozenset(KINDS), (2,))])
     env = {**engine_env(vllm_caches), "HOME": str(place / "home")}
-    yield {kind: cluster.start(RoleSpec(kind, EngineRole, str(checkpoint(place, kind, 0)), 1, env)) for kind in KINDS}
+    directories = {kind: str(checkpoint(place, kind, 0)) for kind in KINDS}
+    yield {kind: cluster.start(RoleSpec(kind, EngineRole, of, env=env)) for kind, of in directories.items()}
     cluster.close()
 
 
