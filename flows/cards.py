@@ -17,10 +17,11 @@ from typing import Any
 
 from metaflow.cards import Markdown, ProgressBar, Table, VegaChart, YAMLViewer
 
-from flows.charts import Row, charts, json_lines, read, timeline
+from flows.charts import Row, charts, read, timeline
 from ptf.artifact import Artifact, evaluated, figure
 from ptf.config import Job, shown
 from ptf.workspace.credentials import redacted
+from ptf.workspace.json_lines import json_lines
 
 # shortest pause between updates; the pause is at least a hundred times as long as the last update took, because a card
 # is rendered by a separate process, for which Metaflow waits in a busy loop

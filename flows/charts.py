@@ -1,10 +1,11 @@
 """Charts of metrics.jsonl: related columns share one chart, and the size of a chart does not grow with the run."""
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from ptf.workspace.json_lines import json_lines
 
 POINTS = 500  # most points in one chart, since the page contains the data
 # column → chart; the chart of any other column is its name up to the first slash
@@ -42,34 +43,6 @@ def read(path: Path) -> list[Row]:
         for row in json_lines(path)
     ]
     return [row for row in rows if "step" in row]
-
-
-def json_lines(path: Path, at_most: int | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines, or of its last `at_most` bytes; an unfinished last line is omitted.
-
-    Raises ValueError, which names the line, if any other line is not a row.
-    """
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        skipped = max(0, path.stat().st_size - at_most) if at_most else 0
-        file.seek(skipped)
-        lines = file.read().splitlines()
-    rows = []
-    lines = lines[1:] if skipped else lines
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError
-        except ValueError:
-            if number == len(lines):
-                break
-            raise ValueError(
-                f"{path}: line {number}{'' if not skipped else ' of its end'} is not a row: the file was damaged"
-            ) from None
-        rows.append(row)
-    return rows
 
 
 def charts(rows: list[Row]) -> dict[str, dict[str, Any]]:

@@ -268,7 +268,7 @@ def try_episodes(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compare a model family, or a checkpoint, with transformers."""
-    from rich.progress import MofNCompleteColumn, Progress
+    from rich.progress import track
 
     from ptf.model.verify import Reference
     from ptf.model.verify import verify as compare
@@ -276,18 +276,16 @@ def verify(options: argparse.Namespace) -> int:
     if (Path(options.where) / "config.json").is_file():
         return _print_cases(options.where, [Reference(Path(options.where)).compare()], options.json)
     progress = console(sys.stderr)
-    with Progress(
-        *Progress.get_default_columns(),
-        MofNCompleteColumn(),
-        console=progress,
-        transient=True,
-        disable=not progress.is_terminal,
-    ) as bar:
-        task = bar.add_task(f"verify {options.where}", total=options.configs)
-        cases = []
-        for case in compare(options.where, options.configs, options.seed):
-            cases.append(case)
-            bar.advance(task)
+    cases = list(
+        track(
+            compare(options.where, options.configs, options.seed),
+            f"verify {options.where}",
+            options.configs,
+            console=progress,
+            transient=True,
+            disable=not progress.is_terminal,
+        )
+    )
     if options.parallel:
         from ptf.model.parallel_parity import verify_parallel
 
@@ -420,23 +418,17 @@ def publish(options: argparse.Namespace) -> int:
     return 0
 
 
-def _whole(least: int) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number" + (" above 0" if least else ""))
-        return int(text)
+def _number(low: float, high: float, kind: Callable[[str], float] = float) -> Callable[[str], float]:
+    """Return the type of an argument: a number from `low` to `high`."""
 
-    return read
-
-
-def _number(low: float, high: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low:g} to {high:g}")
+            whole, bounds = ("whole " if kind is int else ""), f" to {high:g}" if high < math.inf else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {whole}number from {low:g}{bounds}")
         return value
 
     return read
@@ -532,7 +524,10 @@ publish: publish a trained run; list what is published, or go back
   | --rollback VERSION: point latest.json back to VERSION (default: the version before the current one)
 """
 REPEATED = {"action": "append", "default": []}
-TYPES: dict[str, Callable[[str], Any]] = {"N": _whole(1), "K": _whole(1)}  # of values by their names; others are texts
+TYPES: dict[str, Callable[[str], Any]] = {
+    "N": _number(1, math.inf, int),
+    "K": _number(1, math.inf, int),
+}  # of values by their names; others are texts
 SETTINGS: dict[str, dict[str, Any]] = {  # of arguments for which there is more to say
     "CONFIG": {"nargs": "+"},
     "--set": REPEATED,
@@ -541,7 +536,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of arguments for which there is more 
     "--gpu-memory-gib": {"type": _number(0.001, 1e6), "default": 80.0},
     "--mfu": {"type": _number(0.001, 1), "default": 0.4},
     "--gpu-type": {"default": "H100"},
-    "--samples": {"type": _whole(0), "default": 1},
+    "--samples": {"type": _number(0, math.inf, int), "default": 1},
     "--episodes": {"default": 8},
     "--configs": {"default": 12},
     "--seed": {"type": int, "default": 0},
@@ -550,7 +545,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of arguments for which there is more 
     "--precision": {"choices": ["fp32", "bf16"], "default": "fp32"},
     "--temperature": {"type": _number(0, 10), "default": 0.7},
     "--top-p": {"type": _number(0.001, 1), "default": 1.0},
-    "--port": {"type": _whole(0), "default": 8000},
+    "--port": {"type": _number(0, math.inf, int), "default": 8000},
     "--host": {"default": "127.0.0.1"},
     "--engine": {"choices": ["native", "vllm"]},
     "--rollback": {"nargs": "?", "const": ""},

@@ -20,6 +20,7 @@ from ptf.workspace import entry  # imported first: it records the parent process
 
 # isort: split
 from ptf import storage
+from ptf.artifact import Artifact
 from ptf.compute import launch, shutdown
 from ptf.compute.device_defaults import settled
 from ptf.compute.lease import Lease, hold_lease
@@ -102,17 +103,18 @@ def prepared_directory(job: Job) -> str | None:
         )
 
 
-def published_models(job: Job) -> dict[str, str]:
-    """Map each model path that refers to published versions to the version that is current now.
+def published_models(job: Job, begun: Job | None = None) -> dict[str, str]:
+    """Map each model path that refers to published versions to the version to load: that of `begun`, the job of an
+    earlier attempt, or else the one that is current now.
 
     Such a path is `job:…` or a directory of versions; it is omitted if nothing has been published there. Later stages
-    and resumes use the mapping, so that all of them read the same version.
+    use the mapping, so that all of them read the same version.
     """
-    versions = {}
-    for path in model_paths(job).values():
+    then, versions = model_paths(begun) if begun else {}, {}
+    for key, path in model_paths(job).items():
         place = load(path.removeprefix("job:")).versions if path.startswith("job:") else path
         if not path.startswith("prepare:") and (version := published_versions.latest(place)):
-            versions[path] = version
+            versions[path] = then.get(key, version)
     return versions
 
 
@@ -125,14 +127,13 @@ def unpublished(job: Job, models: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def datasets_at_commits(job: Job, run_name: str | None = None) -> dict[str, str]:
+def datasets_at_commits(job: Job, begun: Job | None = None) -> dict[str, str]:
     """Map the key of each source that is a dataset on the Hub to its path at the commit to read; omit sources that name
     a commit.
 
     Later stages and resumes use the mapping, so that all of them read the same commit. If the config names no revision,
-    it is the commit that an earlier attempt at the run read; otherwise it is the revision's newest commit.
+    it is the commit that `begun`, the job of an earlier attempt, read; otherwise it is the revision's newest commit.
     """
-    begun = begun_job(Path(job.output) / run_name) if run_name else None
     before = sources_of(begun) if begun else {}
     datasets = {}
     for key, source in sources_of(job).items():
@@ -160,19 +161,28 @@ def flow_of(job: Job) -> str:
     return "sft" if job.rollout is None else "grpo"
 
 
-def resolved(job: Job, models: Mapping[str, str] = {}, run_name: str | None = None) -> Job:
-    """Return the job with `prepare:` and `job:` replaced by paths, and with the commit of each dataset on the Hub.
+def inputs_of(job: Job, run_name: str | None = None, *, complete: bool = True) -> Artifact:
+    """Return the prepared data, the versions of published models, and the commits of datasets that the job reads.
 
-    `models` and the commits that an earlier attempt at `run_name` read take precedence. Raises UserError if a `job:`
-    has published nothing.
+    What an earlier attempt at `run_name` read takes precedence. With `complete`, raises UserError if a `job:` has
+    published nothing.
     """
-    models = {**published_models(job), **models}
-    for key, config in unpublished(job, models).items():
+    if run_name is not None:
+        check_run_name(run_name)
+    begun = begun_job(Path(job.output) / run_name) if run_name else None
+    models = published_models(job, begun)
+    for key, config in unpublished(job, models).items() if complete else ():
         raise UserError(
             f"{key}: {config} has published no model yet; make it first: "
             f"python flows/{flow_of(load(config))}_flow.py run --config {config}"
         )
-    return resolve(job, prepared=prepared_directory(job), models=models, datasets=datasets_at_commits(job, run_name))
+    return Artifact(run_name or "", prepared_directory(job), models, datasets_at_commits(job, begun))
+
+
+def resolved(job: Job, run_name: str | None = None, *, complete: bool = True) -> Job:
+    """Return the job with what `inputs_of` finds in place of `prepare:`, `job:` and the datasets of the Hub."""
+    found = inputs_of(job, run_name, complete=complete)
+    return resolve(job, prepared=found.prepared, models=found.models, datasets=found.datasets)
 
 
 def remove_leftovers(job: Job, run_name: str) -> None:
@@ -332,18 +342,6 @@ def _sealed(directory: Path, text: str) -> str:
     return f"{text}{SEAL}{digest}\n"
 
 
-def recorded_models(job: Job, run_name: str | None) -> dict[str, str]:
-    """Return the versions of the job's published models (path → version) that an earlier attempt at `run_name` used."""
-    if run_name is None:
-        return {}
-    check_run_name(run_name)
-    begun = begun_job(Path(job.output) / run_name)
-    if begun is None:
-        return {}
-    then, published = model_paths(begun), published_models(job)
-    return {path: then[key] for key, path in model_paths(job).items() if path in published and key in then}
-
-
 def run_rank(directory: str, lease: Lease, world: "World | None" = None) -> None:
     """Train as one rank of the offline run in the directory, by its stored job; the process that started it holds the
     lease. `world`: the rank that this process is already."""
@@ -375,7 +373,7 @@ def run_by_hand(job: Job, run_name: str | None) -> None:
     with disk.disk_errors_as_user_errors(job.output), world_of(job) as world, contextlib.ExitStack() as held:
 
         def begun() -> tuple[str, Lease]:
-            found = shown(resolved(job, recorded_models(job, run_name), run_name))
+            found = shown(resolved(job, run_name))
             directory = Path(found.output) / (run_name or new_run_name(found))
             print(f"run name {directory.name}", flush=True)
             lease = held.enter_context(hold_lease(found, directory))

@@ -13,7 +13,7 @@ from ptf.config.plugin import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluate.gate import unmeasured
-from ptf.run import JOB, new_run_name, read_job_file, recorded_models, resolved, run
+from ptf.run import JOB, new_run_name, read_job_file, resolved, run
 from ptf.train.components import abbreviated
 from ptf.train.export import MODEL
 from ptf.train.source_specs import specs
@@ -93,7 +93,7 @@ def train(job: Job, run_name: str | None = None) -> Run:
     if run_name is None:
         run_name = new_run_name(job)
     print(f"run name {run_name} (after a failure: the same command with --run-name {run_name})", flush=True)
-    job = resolved(job, recorded_models(job, run_name), run_name)
+    job = resolved(job, run_name)
     data = stamps(specs(job.data.sources))  # of the files that are about to be read
     directory = run(job, run_name)
     record_data(directory, data)

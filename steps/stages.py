@@ -15,15 +15,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     and published first."""
     from ptf.data.sources.rows import stamps
     from ptf.evaluate.evaluation_check import check_evaluation
-    from ptf.run import (
-        check_run_name,
-        datasets_at_commits,
-        prepared_directory,
-        published_models,
-        recorded_models,
-        remove_leftovers,
-        unpublished,
-    )
+    from ptf.run import check_run_name, inputs_of, published_models, remove_leftovers, unpublished
     from ptf.train.source_specs import specs
 
     check_run_name(artifact.run_name)
@@ -31,16 +23,12 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     published_versions.manifest(job.versions)  # raises if the published version cannot be read
     storage.require_bucket(job.versions)
     remove_leftovers(job, artifact.run_name)
-    artifact = artifact.with_changes(prepared=prepared_directory(job))
     for _ in model_paths(job):  # repeated, because a job may need the model of a job before it
         if not (waiting := list(unpublished(job, published_models(job)).values())):
             break
         print(f"prepare: {waiting[0]} has published no model yet; running its stages first", flush=True)
         _run_stages(load(waiting[0]), f"{artifact.run_name}-{Path(waiting[0]).stem}")
-    artifact = artifact.with_changes(
-        models=published_models(job) | recorded_models(job, artifact.run_name),
-        datasets=datasets_at_commits(job, artifact.run_name),
-    )
+    artifact = inputs_of(job, artifact.run_name)
     return artifact.with_changes(data=stamps(specs(artifact.resolve(job).data.sources)))
 
 

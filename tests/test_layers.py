@@ -37,7 +37,7 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "evaluate.gate": BASE | {"artifact", "config", "storage"},  # torch-free, as the next
     "evaluate.evaluation_check": BASE | {"config", "events", "recipes"},
     "evaluate.measurement": TRAIN | {"train", "rl", "artifact", "evaluate.gate", "events"},
-    "run": TRAIN | {"train", "rl", "evaluate.measurement"},
+    "run": TRAIN | {"train", "rl", "artifact", "evaluate.measurement"},
     "training_run": TRAIN | {"train", "artifact", "run", "evaluate.gate"},
     "evaluate.replay": TRAIN | {"rl", "run", "training_run"},
     "evaluate.evaluation": TRAIN

@@ -17,6 +17,7 @@ from ptf.compute.lease import UNSHARED, Lease
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 from ptf.workspace import progress
+from ptf.workspace.json_lines import json_lines
 
 CLOCKS = ("tokens_per_s", "step_tokens_per_s", "mfu", "peak_memory_gib", "time", "update_slices_suggested")
 
@@ -27,26 +28,8 @@ def is_clock(name: str) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Read the rows of a metrics.jsonl; a last line that was cut off is omitted.
-
-    Raises UserError, which names the line, if any other line is not a row of metrics.
-    """
-    rows = []
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row["step"], int):
-                raise ValueError
-        except (ValueError, KeyError):  # ValueError: invalid JSON or UTF-8
-            if number == len(lines):
-                break
-            raise UserError(
-                f"{path}:{number} is not a row of metrics: the file was damaged; restore it, "
-                "or remove it to continue without it"
-            ) from None
-        rows.append(row)
-    return rows
+    """Return the rows of a metrics.jsonl, as `json_lines` does; a row has the number of its step."""
+    return json_lines(path, number="step")
 
 
 class StepLines:

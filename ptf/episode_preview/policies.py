@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ptf import storage
-from ptf.config import Job, load, resolve
+from ptf.config import Job, load
 from ptf.data.added import add, tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import bridge, hub
-from ptf.run import datasets_at_commits, prepared_directory, published_models, unpublished
+from ptf.run import resolved, unpublished
 from ptf.storage.hub import at_revision
 from ptf.train.job_tokenizer import rendered
 
@@ -40,24 +40,18 @@ def policy_of(job: Job, named: str | None) -> PreviewPolicy:
     URI or a Hugging Face id. `data.prepare` runs if its output does not exist.
     """
     if named in SCRIPTS:
-        return PreviewPolicy(_with_paths(job), f"{named}: {ANSWERS[named]}", SCRIPTS[named])
+        return PreviewPolicy(resolved(job, complete=False), f"{named}: {ANSWERS[named]}", SCRIPTS[named])
     if named is not None and os.path.isfile(named) and not named.endswith((".yaml", ".yml")):
         script = of_file(named)
-        return PreviewPolicy(_with_paths(job), f"the responses of {named}", lambda _: script)
+        return PreviewPolicy(resolved(job, complete=False), f"the responses of {named}", lambda _: script)
     if named is not None:
         other = _with_model(job, named)
         return PreviewPolicy(other, f"the model {other.model.path}")
-    job = _with_paths(job)
+    job = resolved(job, complete=False)
     if reason := _why_not_own(job):
         return PreviewPolicy(job, f"echo, because {reason}: {ANSWERS['echo']}", echo)
     drawn = " with random weights" if job.model.init == "random" else ""
     return PreviewPolicy(job, f"the job's own model {job.model.path}{drawn}")
-
-
-def _with_paths(job: Job) -> Job:
-    """Return the job with `prepare:` and `job:` replaced by paths; what has not been published stays."""
-    datasets = datasets_at_commits(job)
-    return resolve(job, prepared=prepared_directory(job), models=published_models(job), datasets=datasets)
 
 
 def _with_model(job: Job, named: str) -> Job:
@@ -69,7 +63,8 @@ def _with_model(job: Job, named: str) -> Job:
     elif not os.path.exists(named) and "://" not in named and not (_is_hub_id(named) and "/" in named):
         raise UserError(f"--policy: there is no file and no model {named}; without either: {', '.join(SCRIPTS)}")
     whole = {"backend": "ptf", "init": "pretrained", **dict.fromkeys(("tokenizer", "tokens", "lora", "trainable"))}
-    return _with_paths(job.model_copy(update={"model": job.model.model_copy(update={"path": named, **whole})}))
+    model = job.model.model_copy(update={"path": named, **whole})
+    return resolved(job.model_copy(update={"model": model}), complete=False)
 
 
 def _why_not_own(job: Job) -> str | None:
@@ -104,7 +99,7 @@ def tokenizer_without_model(job: Job) -> Tokenizer:
     """
     config = unpublished(job, {}).get("model.path")
     if job.model.tokenizer is None and config is not None:
-        tokenizer = tokenizer_without_model(_with_paths(load(config)))
+        tokenizer = tokenizer_without_model(resolved(load(config), complete=False))
         if job.model.tokens is not None:
             add(tokenizer, job.model.tokens)
     else:

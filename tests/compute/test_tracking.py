@@ -74,7 +74,7 @@ def test_a_line_that_is_no_row_is_named_unless_it_is_the_last(tmp_path: Path, ba
     file.write_bytes("\n".join([*rows, bad]).encode(errors="surrogateescape"))
     assert [row["step"] for row in read_metrics(file)] == [1, 2, 3]
     file.write_bytes("\n".join([rows[0], bad, *rows[1:]]).encode(errors="surrogateescape") + b"\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not a row of metrics"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not a row"):
         read_metrics(file)
 
 

@@ -249,5 +249,5 @@ def test_a_damaged_line_is_an_error_and_never_the_end_of_the_file(tmp_path):
     assert [row["step"] for row in charts.read(file)] == [1, 2], "the last one is still being written"
     for bad in ('{"st', "", "[]"):
         file.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n')
-        with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is not a row"):
+        with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not a row"):
             charts.read(file)

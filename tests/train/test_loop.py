@@ -17,7 +17,7 @@ from ptf.compute.tracking import Tracker, is_clock, read_metrics
 from ptf.config import loads
 from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
-from ptf.run import recorded_models, resolved, run
+from ptf.run import resolved, run
 from ptf.train.optim import Schedule
 from tests.tiny import arithmetic, write_jsonl
 
@@ -183,7 +183,7 @@ def test_a_run_keeps_the_version_that_it_started_from(raw, tmp_path):
     run(pinned, "third")
     (versions / "latest.json").write_text('{"version": "v2"}')
     assert resolved(job).model.path == str(versions / "v2")
-    assert resolved(job, recorded_models(job, "third")).model.path == str(versions / "v1")
+    assert resolved(job, "third").model.path == str(versions / "v1")
 
 
 def test_what_a_run_leaves_is_what_it_says(raw):

@@ -18,7 +18,7 @@ from ptf.data.sources import hub
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import fingerprint, rows_once
 from ptf.errors import UserError
-from ptf.run import datasets_at_commits, resolved, write_job_file
+from ptf.run import begun_job, datasets_at_commits, resolved, write_job_file
 from tests.child import run_python
 from tests.data.hub_stub import HubStub, running
 from tests.data.sources.test_files import numbers
@@ -221,7 +221,10 @@ def test_a_job_is_resolved_to_commits_once_and_keeps_them(stub: HubStub, tmp_pat
     assert datasets_at_commits(job) == {"data.sources.a": train(new), "data.validation.v": test(new)}
     (tmp_path / "runs" / "one" / "metrics.jsonl").write_text("{}\n")  # it has begun
     # the second asks for a branch, which has moved
-    assert datasets_at_commits(job, "one") == {"data.sources.a": train(old), "data.validation.v": test(new)}
+    assert datasets_at_commits(job, begun_job(tmp_path / "runs" / "one")) == {
+        "data.sources.a": train(old),
+        "data.validation.v": test(new),
+    }
     with pytest.raises(UserError, match=rf'data\.validation\.v\.path: "{test(old)}" → "{test(new)}"'):
         write_job_file(resolved(job, run_name="one"), tmp_path / "runs" / "one")
 
