@@ -43,8 +43,7 @@ def main() -> None:
         source.mkdir()
         (source / "config.json").write_text(json.dumps(SHAPE))
         model = bridge.build(source)
-        bridge.materialize(model, world.device)
-        bridge.random_init(model, 0)
+        model.give_weights(Path(), world.device, random=True, seed=0)
         optimizer = adamw(groups(model, 0.0, {}), TrainConfig(lr=1e-3))
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)

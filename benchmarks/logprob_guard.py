@@ -33,7 +33,6 @@ from ptf.config.logprob_limits import LIMITS_WITH_EXPERTS, LOGPROB_LIMITS
 from ptf.config.sections.model import ModelConfig
 from ptf.data.document import Document
 from ptf.data.trajectory import Generation
-from ptf.model import bridge
 from ptf.model.sampling import NO_LOGITS_PROCESSING
 from ptf.rl.engines.native import NativeEngine, raise_if_other_values
 from ptf.rl.engines.protocol import Request, Sampling, generate_all
@@ -180,7 +179,7 @@ FAULTS: dict[str, Callable[[Weights, str, np.random.Generator], Tensors]] = {
 def stepped(path: Path, texts: Sequence[np.ndarray]) -> Weights:
     """The weights, and those after one step by the signs of a gradient."""
     model = trainer_of(path, "fp32", World())
-    before = {name: tensor.clone() for name, tensor in bridge.hf_tensors(model)}
+    before = {name: tensor.clone() for name, tensor in model.hf_tensors()}
     parameters = {name: p.requires_grad_(True) for name, p in model.named_parameters()}
     samples = [Document(text, np.ones(len(text), np.float32)) for text in texts]
     from ptf.data.batch import Batch
@@ -196,7 +195,7 @@ def stepped(path: Path, texts: Sequence[np.ndarray]) -> Weights:
     with torch.no_grad():
         for p in parameters.values():
             p -= STEP * p.grad.sign()
-    after = {name: tensor.detach().clone() for name, tensor in bridge.hf_tensors(model)}
+    after = {name: tensor.detach().clone() for name, tensor in model.hf_tensors()}
     return Weights(before, after)
 
 
@@ -212,9 +211,9 @@ def found_by(engine: NativeEngine, right: Tensors, wrong: Tensors, probes: dict[
         check([list(held.items())], manifest, 0)
     except SyncError:
         found["digest"] = True
-    bridge.load_hf_tensors(engine.model, held)
+    engine.model.load_hf_tensors(held)
     try:
-        raise_if_other_values(bridge.hf_tensors(engine.model), sent, 1)
+        raise_if_other_values(engine.model.hf_tensors(), sent, 1)
     except SyncError:
         found["read back"] = True
     for name, (texts, expected) in probes.items():
@@ -244,7 +243,7 @@ def faults(model: str, seed: int, world: World) -> Iterator[dict[str, Any]]:
         rng = np.random.default_rng(seed)
         for precision in DTYPES:
             policy = trainer_of(path, precision, world)
-            bridge.load_hf_tensors(policy, weights.after)
+            policy.load_hf_tensors(weights.after)
             samples = [Document(t.astype(np.int32), np.ones(len(t), np.float32)) for t in texts]
             values = sample_logprobs(
                 policy, samples, world, seq_len=1152, micro_batch_sequences=1, processing=NO_LOGITS_PROCESSING

@@ -66,7 +66,7 @@ def start(directory: Path, config: dict[str, Any], seed: int = 0, head: Literal[
     """Random weights that all begin with, in a directory of their own."""
     from ptf.compute.world import World
     from ptf.config.sections.model import ModelConfig
-    from ptf.model import bridge
+    from ptf.model import model_writer
     from ptf.train.trainer import load_model
 
     place = directory / f"shape-{seed}"
@@ -79,7 +79,7 @@ def start(directory: Path, config: dict[str, Any], seed: int = 0, head: Literal[
     (place / "config.json").write_text(json.dumps(config | of_head))
     spec = ModelConfig(path=str(place), init="random")
     drawn = load_model(place, World(), spec, seed=seed, precision="fp32", head=head)
-    bridge.save_hf(bridge.hf_tensors(drawn), place, directory / f"start-{seed}", writes=True)
+    model_writer.save_hf(drawn.hf_tensors(), place, directory / f"start-{seed}", writes=True)
     return str(directory / f"start-{seed}")
 
 

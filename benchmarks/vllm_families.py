@@ -34,7 +34,7 @@ from benchmarks.commands import options
 from benchmarks.flow_runs import commit, results_page
 from benchmarks.pages import head, keep, kept, table, today, write_page
 from ptf.config.logprob_limits import LOGPROB_LIMITS
-from ptf.model import bridge
+from ptf.model import bridge, model_files
 from ptf.model.families import MODULES, family_of
 from ptf.model.reference import quiet, random_reference
 from ptf.rl.engines.vllm_engine import engine_env, import_model, on_cpu
@@ -176,7 +176,7 @@ def measure(model_type: str, precision: str, place: Path) -> dict[str, Any]:
         found["equals"] = difference(before, wanted[0])
         found["repeats"] = bool(np.array_equal(before, logprobs()))
         for version, (key, which) in enumerate((("same", 0), ("new", 1), ("back", 0)), 1):
-            engine.load_weights(*collect(bridge.hf_tensors(ours[which].model), version))
+            engine.load_weights(*collect(ours[which].model.hf_tensors(), version))
             now = logprobs()
             found[key] = difference(now, wanted[which])
             if which == 0:
@@ -224,14 +224,16 @@ def read_names(model_type: str, precision: str, place: Path) -> dict[str, Any]:
     """Put the names of a sync to vLLM's model class without running it: its mapper renames them, its fused modules take
     in their parts, and what comes out must be parameters of the class on the meta device."""
     directory = written(model_type, 0, torch.float32, place / "model")
-    sent = sorted(bridge.hf_names(bridge.build(directory, head="lm")))
+    sent = sorted(bridge.build(directory, head="lm").hf_names())
     sys.meta_path.append(cast("Any", Torchvision()))
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    overrides: dict[str, Any] = {"language_model_only": True} if "text_config" in bridge.read_config(directory) else {}
+    overrides: dict[str, Any] = (
+        {"language_model_only": True} if "text_config" in model_files.read_config(directory) else {}
+    )
     import_model(directory)
     arguments = EngineArgs(
         model=str(directory), dtype="float32", skip_tokenizer_init=True, max_model_len=64, **overrides

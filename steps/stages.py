@@ -45,7 +45,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
         return artifact
 
     from ptf.data.added import tokenizer_of
-    from ptf.model.bridge import locate
+    from ptf.model.model_files import locate
     from ptf.train.job_tokenizer import rendered
     from ptf.train.tokenize import SETTINGS
     from ptf.train.tokenize import tokenize as tokenized

@@ -19,7 +19,7 @@ from ptf.data import prepare as preparing
 from ptf.data import tokenized
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import model_files
 from ptf.run import run
 from ptf.storage import Corrupt, file_verification, published_versions
 from tests.data.test_s3 import Server, server  # noqa: F401
@@ -84,12 +84,12 @@ def published_model(tmp_path: Path) -> tuple[Path, Open]:
     root = str(tmp_path / "versions")
     version(tmp_path, root, "one")
     published_versions.point(root, "one", None)
-    return Path(root) / "one", lambda: bridge.locate(root)
+    return Path(root) / "one", lambda: model_files.locate(root)
 
 
 def published_version(tmp_path: Path) -> tuple[Path, Open]:
     place, _ = published_model(tmp_path)
-    return place, lambda: bridge.locate(str(place))
+    return place, lambda: model_files.locate(str(place))
 
 
 def two_versions(tmp_path: Path) -> str:
@@ -111,7 +111,7 @@ def localised_model(tmp_path: Path) -> tuple[Path, Open]:
     fsspec.filesystem("memory").put(f"{checkpoint(tmp_path / 'model')}/", "/models/tiny/", recursive=True)
 
     def open_it():
-        return bridge.locate("memory://models/tiny", cache=str(tmp_path / "copies"))
+        return model_files.locate("memory://models/tiny", cache=str(tmp_path / "copies"))
 
     return open_it(), open_it
 
@@ -122,7 +122,7 @@ def localised_version(tmp_path: Path) -> tuple[Path, Open]:
     published_versions.point("memory://published", "one", None)
 
     def open_it():
-        return bridge.locate("memory://published", cache=str(tmp_path / "copies"))
+        return model_files.locate("memory://published", cache=str(tmp_path / "copies"))
 
     return open_it(), open_it
 
@@ -277,8 +277,8 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
     root = two_versions(tmp_path)
     swapped(Path(root) / "one", Path(root) / "second")
     for open_it in (
-        lambda: bridge.locate(root),
-        lambda: bridge.locate(f"{root}/one"),
+        lambda: model_files.locate(root),
+        lambda: model_files.locate(f"{root}/one"),
         lambda: published_versions.roll_back(root),
     ):
         with pytest.raises(Corrupt, match="holds another version"):
@@ -305,13 +305,13 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
 def test_a_copy_of_a_published_version_may_have_any_name(tmp_path: Path) -> None:
     place, _ = published_model(tmp_path)
     shutil.copytree(place, tmp_path / "mine")
-    assert bridge.locate(str(tmp_path / "mine")) == tmp_path / "mine"
+    assert model_files.locate(str(tmp_path / "mine")) == tmp_path / "mine"
 
 
 def test_a_manifest_of_somebody_else_is_none_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = checkpoint(tmp_path / "model")
     (directory / "manifest.json").write_text('{"layers": []}')
-    assert bridge.locate(str(directory)) == directory
+    assert model_files.locate(str(directory)) == directory
     assert "manifest.json is not ptf's" in capsys.readouterr().out
 
 

@@ -70,7 +70,6 @@ PACKAGES = {
         "ptf/data/tokenizer_files.py",
         "ptf/data/character_tokenizer.py",
         "ptf/data/event_tokenizer.py",
-        "ptf/model/bridge.py",
         "ptf/model/verify.py",
         "ptf/model/hf_adapters.py",
         "ptf/model/reference.py",

@@ -16,7 +16,7 @@ from ptf.config import loads
 from ptf.config.error import ConfigError
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import model_files
 from ptf.model.tensor_files import TensorFiles
 from ptf.run import run
 from ptf.storage import file_verification, published_versions
@@ -61,13 +61,13 @@ def test_an_index_of_tensors_names_only_files_beside_it(tmp_path):
     shutil.copy(model / "part.safetensors", tmp_path / "foreign.safetensors")
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "part.safetensors")}))
-    bridge.locate(str(model))  # the control
+    model_files.locate(str(model))  # the control
     TensorFiles(model)
     for name in ("../foreign.safetensors", str(tmp_path / "foreign.safetensors"), "", "..", 3):
         index.write_text(
             json.dumps({"weight_map": {**dict.fromkeys(tensors, "part.safetensors"), "lm_head.weight": name}})
         )
-        for read in (lambda: bridge.locate(str(model)), lambda: TensorFiles(model)):
+        for read in (lambda: model_files.locate(str(model)), lambda: TensorFiles(model)):
             with pytest.raises(UserError, match="names a file that does not lie beside it"):
                 read()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ptf.errors import UserError
 
-FILE = "rendering.json"  # stored beside a tokenizer of a run; never exported (ptf.model.bridge.save_hf)
+FILE = "rendering.json"  # stored beside a tokenizer of a run; never exported (ptf.model.model_writer.save_hf)
 ROW_KEYS = ("template_args", "chat_template_kwargs")  # columns that hold a row's own template arguments
 RESERVED = {
     "messages",

@@ -13,7 +13,7 @@ from ptf.config import Job, load
 from ptf.data.added import add, tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge, hub
+from ptf.model import hub, model_files
 from ptf.run import resolved, unpublished
 from ptf.storage.hub import at_revision
 from ptf.train.job_tokenizer import rendered
@@ -75,7 +75,7 @@ def _why_not_own(job: Job) -> str | None:
     if "://" in path:
         return None  # it is copied, as for a run
     if os.path.isdir(path):
-        directory = bridge.local_directory(path, verify_up_to=None)
+        directory = model_files.local_directory(path, verify_up_to=None)
         there = job.model.init == "random" or any(directory.glob("*.safetensors"))
         return None if there else f"{path} has no weights"
     if not _is_hub_id(path):
@@ -105,7 +105,7 @@ def tokenizer_without_model(job: Job) -> Tokenizer:
     else:
         path = job.model.tokenizer or job.model.path
         if not _is_hub_id(path):
-            path = str(bridge.local_directory(path, verify_up_to=None))
+            path = str(model_files.local_directory(path, verify_up_to=None))
         tokenizer = tokenizer_of(path, job.model.tokens)
     return rendered(job, tokenizer, None)
 

@@ -15,7 +15,7 @@ from ptf.errors import Retryable, UserError, full_text, is_transient
 from ptf.evaluate import gate
 from ptf.evaluate.evaluation_check import check_evaluation
 from ptf.evaluate.measurement import measure_model, measure_run
-from ptf.model import bridge
+from ptf.model import model_files
 from ptf.run import begun_job
 from ptf.storage import published_versions
 from ptf.training_run import record_evaluation
@@ -58,7 +58,7 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
     publish = job.publish.model_copy(update={"gate": "unmeasured"})
     job = job.model_copy(update={"model": section, "publish": publish})
     check_evaluation(job)
-    directory = bridge.locate(model, verify_up_to=job.verify_bytes)
+    directory = model_files.locate(model, verify_up_to=job.verify_bytes)
     with disk.disk_errors_as_user_errors(job.output), scratch.directory(Path(job.output) / "evaluation") as place:
         (place / "model").symlink_to(directory.resolve())
         with progress.stage("evaluate"):

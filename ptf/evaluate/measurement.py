@@ -29,7 +29,7 @@ from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.evaluate import gate
 from ptf.events.model_ranking import rank
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import Pool, RoleGroup
@@ -139,12 +139,12 @@ def _length_baselines(sets: Mapping[str, Sequence[Any]]) -> dict[str, float]:
 
 
 def measure_sequences(
-    model: Decoder,
+    model: Model,
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
     job: Job,
     world: World,
-    beside: Mapping[str, Decoder],
+    beside: Mapping[str, Model],
     losses: Path | None,
 ) -> dict[str, float]:
     """Return the recipe's held-out metrics of one model on each set of sequences. Each sequence's loss and denominator
@@ -181,7 +181,7 @@ def answer_length(sample: Document) -> int:
 
 @torch.no_grad()
 def score_answers(
-    model: Decoder,
+    model: Model,
     recipe: Recipe,
     sequences: Sequence[Sequence[PackUnit]],
     world: World,

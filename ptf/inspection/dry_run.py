@@ -22,12 +22,14 @@ from ptf import storage
 from ptf.compute.device_defaults import settled
 from ptf.compute.world import World
 from ptf.config import Job, Plugin, resolve
+from ptf.config.backends import BACKENDS
 from ptf.config.sections.compute import MeshConfig
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.errors import UserError
-from ptf.model import hf_backend
-from ptf.model.bridge import build, carried_tensors, hf_tensors, locate, save_hf
+from ptf.model.backends import backend_of
+from ptf.model.model_files import locate
+from ptf.model.model_writer import save_hf
 from ptf.recipes import registry
 from ptf.run import run
 from ptf.train.model_source import ModelSource
@@ -78,7 +80,7 @@ def rehearse(job: Job) -> None:
             writable(key, place)
             tell(f"{key}: {place} can be written")
     on_gpu = job.compute.device == "cuda" or (job.compute.device == "auto" and torch.cuda.is_available())
-    if on_gpu and job.model.backend == "ptf":
+    if on_gpu and BACKENDS[job.model.backend].planned:
         tell(memory(job))
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
@@ -153,8 +155,8 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
         source = ModelSource.of(one, role, job.model)
         place = source.directory
         if one.same_architecture:
-            made = hf_backend.build if job.model.backend == "hf" else build
-            source.raise_if_other_architecture(made(place).config, made(model).config)
+            build = backend_of(job.model.backend).build
+            source.raise_if_other_architecture(build(place).config, build(model).config)
         shrink(place, scratch / f"{role}.config")
         drawn = load_model(
             scratch / f"{role}.config",
@@ -166,8 +168,8 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
         paths[one.path] = str(scratch / role)
         tokenizer = str(place) if (place / "tokenizer_config.json").exists() else None
         of_config = scratch / f"{role}.config"
-        carried = carried_tensors(drawn, of_config)
-        save_hf(hf_tensors(drawn), of_config, scratch / role, writes=True, tokenizer=tokenizer, carried=carried)
+        carried = drawn.carried(of_config)
+        save_hf(drawn.hf_tensors(), of_config, scratch / role, writes=True, tokenizer=tokenizer, carried=carried)
     return resolve(job, models=paths)
 
 

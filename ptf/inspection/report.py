@@ -26,7 +26,7 @@ from ptf.data.survey import SourceSurvey, Survey, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import BLOCKS, DataPlan
 from ptf.errors import UserError
-from ptf.model.bridge import locate
+from ptf.model.model_files import locate
 from ptf.recipes import registry
 from ptf.run import resolved
 from ptf.train.dataloading import make_partitions, preview_data

@@ -59,7 +59,7 @@ def touch(job: Job) -> list[str]:
 
 def fetched(job: Job) -> Job:
     """Return the job with what `data.prepare` makes, and with its model on this machine."""
-    from ptf.model.bridge import locate
+    from ptf.model.model_files import locate
     from ptf.run import resolved
 
     job = resolved(job)
@@ -86,7 +86,7 @@ def look_at_models(job: Job) -> Path:
     """Open the job's model and those beside it, and return the model's directory. Raise UserError for one that training
     would refuse."""
     from ptf.config.sections.model import ModelConfig
-    from ptf.model.bridge import locate
+    from ptf.model.model_files import locate
     from ptf.recipes import registry
     from ptf.recipes.protocol import FrozenModelSpec
     from ptf.rl.rewards.model import raise_if_without_score
@@ -116,7 +116,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
     from ptf.data.added import tokenizer_of
     from ptf.data.prompts import prompts_once
     from ptf.data.survey import survey_source
-    from ptf.model.sizes import sizes_of
+    from ptf.model.backends import backend_of
     from ptf.model.vocabulary import raise_if_larger_tokenizer
     from ptf.recipes import registry
     from ptf.rl.prompts import raise_if_too_long
@@ -154,7 +154,7 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
             if found.unread:
                 lines.append(f"{key}: nothing reads {', '.join(found.unread)}")
             longest = max([longest, *(len(sample) for unit in units for sample in unit)])
-    beyond = sizes_of(model, job.model.backend).beyond(longest) if model else ""
+    beyond = backend_of(job.model.backend).decoder_config(model).beyond(longest) if model else ""
     lines += [*([beyond] if beyond else []), *try_rewards(job, prompts)]
     if all(f"data.sources.{name}" in here for name in job.data.sources):
         lines.append(length_of_run(job, recipe, tokenizer))

@@ -8,6 +8,7 @@ by its unified name, keeps the values that its constructor gave it, and is expor
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from ptf.errors import UserError
 from ptf.model.checkpoint_mapping import Slices
 from ptf.model.config import DecoderConfig
-from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import adapter_names, keyed, kinds
 from ptf.model.quantised_weights import weight_shapes
+
+if TYPE_CHECKING:
+    from ptf.model.mapped_model import MappedModel
 
 # prefix of unified names → the file of an export that holds them
 FILES = {"head.": "head.safetensors", "layers.": "components.safetensors"}
@@ -48,18 +51,18 @@ def raise_if_unmatched(c: DecoderConfig, factory: LayerFactory) -> None:
         )
 
 
-def standard_shapes(c: DecoderConfig) -> dict[str, torch.Size]:
-    """Return the shapes of the parameters of a decoder in which nothing is replaced, by name."""
+def standard_shapes(model: "MappedModel") -> dict[str, torch.Size]:
+    """Return the shapes of the parameters of a model like this one in which nothing is replaced, by name."""
     with torch.device("meta"):
-        return {name: p.shape for name, p in Decoder(c).named_parameters()}
+        return {name: p.shape for name, p in type(model)(model.config).named_parameters()}
 
 
-def own_tensors(model: Decoder) -> tuple[str, ...]:
+def own_tensors(model: "MappedModel") -> tuple[str, ...]:
     """Return the names of the parameters that have no Hugging Face name."""
     replaced = tuple(f"{path}." for path in model.factory.constructors)
     if not replaced:
         return ()
-    usual = standard_shapes(model.config)
+    usual = standard_shapes(model)
     adapters = adapter_names(model)
     mine = {name: shape for name, shape in weight_shapes(model).items() if name not in adapters}
     unlike = {n for n in mine if n.startswith(replaced) and mine[n] != usual.get(n)}
@@ -71,7 +74,7 @@ def own_tensors(model: Decoder) -> tuple[str, ...]:
     return tuple(n for n in mine if n in unlike)
 
 
-def constructor_values(model: Decoder, names: Iterable[str], seed: int) -> dict[str, Tensor]:
+def constructor_values(model: "MappedModel", names: Iterable[str], seed: int) -> dict[str, Tensor]:
     """Return the tensors of these names as their constructors leave them.
 
     They are drawn by seed and path, so they are the same however the model is sharded.
@@ -88,7 +91,7 @@ def constructor_values(model: Decoder, names: Iterable[str], seed: int) -> dict[
     return values
 
 
-def fill_buffers(model: Decoder) -> None:
+def fill_buffers(model: "MappedModel") -> None:
     """Set the buffers of own components to what their constructors make.
 
     Buffers are constants: nothing trains or exports them.

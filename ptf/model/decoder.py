@@ -1,21 +1,20 @@
 """The decoder: the forward pass of every family, written for one device. sharding.py distributes it from outside."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ptf.model.attention import Attend, Attention, inside_documents
 from ptf.model.config import DecoderConfig
-from ptf.model.families import Family
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
 from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, LayerFactory, RMSNorm
+from ptf.model.mapped_model import MappedModel
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
 from ptf.model.scalar import Scalar
@@ -60,13 +59,13 @@ def projection(c: DecoderConfig, factory: LayerFactory, path: str) -> nn.Linear:
     return factory.linear(path, c.dim, 1 if c.head == "scalar" else c.padded)
 
 
-class Decoder(nn.Module):
+class Decoder(MappedModel):
     """A decoder-only transformer, whose forward pass returns what `head_fn(hidden, head)` computes.
 
     The head is used inside `forward`, because sharded parameters are gathered only there (FSDP2, tied embeddings).
     """
 
-    family: Family  # that of the checkpoint that it was built for (bridge.build): what its tensors are called there
+    supports_compilation = first_layers_stand_alone = True
 
     def __init__(self, config: DecoderConfig, factory: LayerFactory | None = None) -> None:
         super().__init__()
@@ -81,10 +80,7 @@ class Decoder(nn.Module):
         self.head = factory.component("head", projection, c, factory, "head")
         if c.tied:
             self.head.weight = self.embed.weight
-        # under tensor parallelism: this rank's first row of the vocabulary, and the ranks that hold the rest
-        self.first = 0
-        self.group = cast("ProcessGroup | None", None)
-        self.kernels: Mapping[str, str] = {}  # packages that it computes with (fused.py), and their versions
+        self.first, self.group, self.kernels = 0, None, {}
 
     def forward(
         self,
@@ -119,7 +115,7 @@ class Decoder(nn.Module):
     attention = staticmethod(inside_documents)  # fused.py may set another
 
     @property
-    def supports_shared_prefixes(self) -> bool:
+    def supports_shared_prefixes(self) -> bool:  # type: ignore[override]
         """Whether documents may share a prefix: true where nothing but our softmax attention mixes tokens.
 
         Linear attention would need the state after the prefix. A component of the user's own could mix tokens in
@@ -127,6 +123,11 @@ class Decoder(nn.Module):
         """
         linear = any(layer.delta for layer in self.config.layers)
         return not linear and all(path == "head" for path in self.factory.constructors)
+
+    @property
+    def text_tokens(self) -> Tensor:
+        """All tokens of the vocabulary, [n]."""
+        return torch.arange(self.config.vocab)
 
     def output(self) -> Output:
         """Return the head that `head_fn` is given. Call it inside `forward` only."""

@@ -19,6 +19,7 @@ from ptf.model.decoder import Block, Decoder
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP
+from ptf.model.model import Model
 from ptf.model.moe import Experts, MixtureOfExperts
 
 
@@ -32,7 +33,7 @@ class Flops:
     per_target: float  # the head, for each trained position
 
     @staticmethod
-    def of(model: Decoder) -> "Flops":
+    def of(model: Model) -> "Flops":
         """Count the operations of a model.
 
         For a model behind Decoder's interface whose layers are not known, they are counted as if everything in them
@@ -195,7 +196,7 @@ def _trains_parameter(module: nn.Module, name: str) -> bool:
     return parameter is not None and parameter.requires_grad
 
 
-def _of_unknown_layers(model: Decoder) -> Flops:
+def _of_unknown_layers(model: Model) -> Flops:
     """Count a model whose layers are not known: every linear layer, and attention over all pairs."""
     c, trains, body, head = model.config, _trains(model), _Tally(), _Tally()
     of_head = {id(m) for m in model.head.modules()}

@@ -25,6 +25,7 @@ from ptf.model.decoder import Decoder
 from ptf.model.delta_rule import Chunks
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.layers import MLP
+from ptf.model.model import Model
 from ptf.model.moe import Experts
 from ptf.varlen import Varlen
 
@@ -104,7 +105,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def use(model: Decoder, packages: Mapping[str, str]) -> None:
+def use(model: Model, packages: Mapping[str, str]) -> None:
     """Let a decoder compute with these packages."""
     model.kernels = packages
     if "liger_kernel" in packages:
@@ -137,7 +138,7 @@ def obstacle(c: DecoderConfig, package: str = "flash_attn") -> str | None:
     return f"its heads have {MOST_HEAD_DIM} dimensions at most" if c.head_dim > MOST_HEAD_DIM else None
 
 
-def attention_of(model: Decoder, device: torch.device) -> str:
+def attention_of(model: Model, device: torch.device) -> str:
     """Return which attention a model uses on a device, for a run's first lines."""
     if not isinstance(model, Decoder):
         return "transformers' (a sequence for each document; no dropout, no load-balancing loss)"

@@ -10,16 +10,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ptf.errors import UserError
-from ptf.model import bridge
-from ptf.model.hf_language_model import raise_if_outside
-from ptf.model.lora import Adapter, Lora, adapter_config, adapter_names, adapters, attach, kinds, merged, whole
+from ptf.model.lora import Adapter, Lora, adapter_config, adapters, attach, kinds, merged
+from ptf.model.peft_format import Pair, PeftFormat, file_name
+from ptf.model.sharded_tensor import fill, whole
+
+if TYPE_CHECKING:
+    from ptf.model.hf_backend import HFDecoder
 
 PREFIX = "hf."  # of the names of parameters: HFDecoder holds transformers' model as `hf`
 DEFAULT = Lora().targets  # ptf's own names, of which a model of transformers has none
@@ -53,7 +55,7 @@ def is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def adaptable(model: Any) -> dict[str, nn.Module]:
+def adaptable(model: "HFDecoder") -> dict[str, nn.Module]:
     """Return what can get an adapter, by transformers' name: linear modules of the layers, routers included.
 
     A weight that several modules share is left out, because each would add its adapter to it.
@@ -72,7 +74,7 @@ def adaptable(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def stacked_matrices(model: Any) -> list[str]:
+def stacked_matrices(model: "HFDecoder") -> list[str]:
     """Return the kinds of parameters that hold the matrices of all experts, which get no adapter.
 
     They have three dimensions, as the filters of a convolution have, or bear the name.
@@ -88,7 +90,7 @@ def stacked_matrices(model: Any) -> list[str]:
     return kinds(names)
 
 
-def adapt(model: Any, lora: Lora) -> None:
+def adapt(model: "HFDecoder", lora: Lora) -> None:
     """Give adapters to the modules that the targets match: by default the linear modules of the layers but routers and
     what PEFT does not adapt.
 
@@ -105,7 +107,7 @@ def adapt(model: Any, lora: Lora) -> None:
     else:
         chosen = {path: m for path, m in modules.items() if lora.adapts(path)}
         unused = [pattern for pattern in lora.targets if not any(fnmatchcase(path, pattern) for path in chosen)]
-    raise_if_outside("model.lora.targets", lora.targets, model)
+    model.raise_if_outside("model.lora.targets", lora.targets)
     if unused:
         stacked = [name for name in experts if any(fnmatchcase(name, pattern) for pattern in unused)]
         reason = f" ({', '.join(stacked)}: stacked matrices of experts, which get no adapter)" if stacked else ""
@@ -118,7 +120,7 @@ def adapt(model: Any, lora: Lora) -> None:
         _attach(module, lora)
 
 
-def _refused_by_peft(model: Any, path: str) -> bool:
+def _refused_by_peft(model: "HFDecoder", path: str) -> bool:
     return model.text_config.model_type in STATE_SPACE and path.endswith(".out_proj")
 
 
@@ -141,7 +143,7 @@ def _paths(weights: Iterable[str]) -> list[str]:
     return [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in weights]
 
 
-def described(model: Any) -> str:
+def described(model: "HFDecoder") -> str:
     """Return what adapters adapt and what has none, for a run's first lines."""
     paths = _paths(adapters(model))
     line = f"lora: {len(paths)} adapters: {', '.join(kinds(paths))}"
@@ -149,7 +151,7 @@ def described(model: Any) -> str:
     return line + (f"; none for the stacked matrices {', '.join(experts)}" if experts else "")
 
 
-def uncalled_kinds(model: Any, called: Collection[str]) -> list[str]:
+def uncalled_kinds(model: "HFDecoder", called: Collection[str]) -> list[str]:
     """Return the kinds of adapted modules of which a forward pass called none.
 
     Of experts only those that a token was sent to are called, so a module that was not called proves nothing by itself.
@@ -158,7 +160,7 @@ def uncalled_kinds(model: Any, called: Collection[str]) -> list[str]:
     return [kind for kind in kinds(names) if kind not in kinds(called)]
 
 
-def with_adapter(model: Any, pairs: dict[str, Adapter], name: str, tensor: Tensor) -> Tensor:
+def with_adapter(model: "HFDecoder", pairs: dict[str, Adapter], name: str, tensor: Tensor) -> Tensor:
     """Return a whole tensor of transformers' name, with its adapter merged if it has one."""
     weight = whole(tensor.detach())
     if (adapter := pairs.get(PREFIX + name)) is None:
@@ -167,60 +169,50 @@ def with_adapter(model: Any, pairs: dict[str, Adapter], name: str, tensor: Tenso
     return merged(weight, a, b, adapter.scale, is_transposed(model.hf.get_submodule(name.rpartition(".")[0])))
 
 
-class HFPeftFormat:
-    """The adapters of a model of transformers in PEFT's format and back; the interface of PeftFormat."""
+class HFPeftFormat(PeftFormat):
+    """The adapters of a model of transformers in PEFT's format."""
 
-    def __init__(self, model: Any) -> None:
-        assert model.factory.lora is not None
-        self.model, self.lora, self.adapters = model, model.factory.lora, adapters(model)
-        self.rank, self.paths = self.lora.rank, _paths(self.adapters)
+    def __init__(self, model: "HFDecoder") -> None:
+        super().__init__(model)
+        self.decoder, self.rank, self.paths = model, self.lora.rank, _paths(self.adapters)
 
     def obstacles(self) -> list[str]:
-        """Return what is trained and cannot be expressed in this format; [] if everything can."""
-        of_adapters = adapter_names(self.model)
-        refused = [f"{path} (PEFT does not adapt it)" for path in self.paths if _refused_by_peft(self.model, path)]
-        return refused + [
-            f"{name.removeprefix(PREFIX)} (not an adapter)"
-            for name, p in self.model.named_parameters()
-            if p.requires_grad and name not in of_adapters
-        ]
+        """See PeftFormat."""
+        refused = [f"{path} (PEFT does not adapt it)" for path in self.paths if _refused_by_peft(self.decoder, path)]
+        return refused + [f"{name.removeprefix(PREFIX)} (not an adapter)" for name in self.trained_beside()]
 
-    def _places(self) -> Iterator[tuple[str, str]]:
-        """Yield (name in the file, name of the parameter)."""
+    def modules(self) -> list[str]:
+        """See PeftFormat."""
+        return self.paths
+
+    def pairs(self) -> Iterator[tuple[str, Pair]]:
+        """See PeftFormat."""
         for path, adapter in zip(self.paths, self.adapters.values(), strict=True):
-            yield f"base_model.model.{path}.lora_A.weight", adapter.a
-            yield f"base_model.model.{path}.lora_B.weight", adapter.b
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the file, whole tensor in fp32). Every rank must iterate, because each gathers its part."""
-        model: nn.Module = self.model
-        if isinstance(model, FSDPModule):
-            model.reshard()
-        parameters = dict(self.model.named_parameters())
-        for name, ours in self._places():
-            yield name, whole(parameters[ours].detach()).float()
-
-    def names(self) -> set[str]:
-        """Return the names of all `tensors`."""
-        return {name for name, _ in self._places()}
+            a, b = (whole(self.parameters[name].detach()) for name in (adapter.a, adapter.b))
+            yield path, (a, b)
 
     def copy(self, tensor: Callable[[str], Tensor]) -> None:
-        """Load this model's adapters from whole tensors by their names; the reverse of `tensors`."""
-        for name, ours in self._places():
-            bridge.fill(self.model.get_parameter(ours), tensor(name).__getitem__)
+        """See PeftFormat."""
+        for path, adapter in zip(self.paths, self.adapters.values(), strict=True):
+            for which, name in (("A", adapter.a), ("B", adapter.b)):
+                fill(self.parameters[name], tensor(file_name(path, which)).__getitem__)
+
+    def projections(self, names: Collection[str]) -> tuple[str, ...]:
+        """See PeftFormat."""
+        return tuple(path for path in self.paths if file_name(path, "A") in names)
 
     def config(self, base: str) -> dict[str, Any]:
-        """Return adapter_config.json, for the base model called `base`.
+        """See PeftFormat.
 
         `target_modules` are the last words of modules that are adapted wherever they are, else whole names.
         """
-        with self.model.whole():
-            everywhere = [path for path, m in self.model.hf.named_modules() if hasattr(m, "weight")]
+        with self.decoder.whole():
+            everywhere = [path for path, m in self.decoder.hf.named_modules() if hasattr(m, "weight")]
 
         def leaves(names: Collection[str]) -> Counter[str]:
             return Counter(name.rpartition(".")[2] for name in names)
 
         adapted, there = leaves(self.paths), leaves(everywhere)
         targets = {leaf if adapted[leaf] == there[leaf] else p for p in self.paths for leaf in [p.rpartition(".")[2]]}
-        transposed = any(is_transposed(self.model.hf.get_submodule(path)) for path in self.paths)
+        transposed = any(is_transposed(self.decoder.hf.get_submodule(path)) for path in self.paths)
         return adapter_config(base, self.rank, self.lora.scale, sorted(targets), transposed=transposed)

@@ -20,10 +20,9 @@ weights in four bits, rankings (`evaluate.ranking`), the transports nccl and ipc
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -33,19 +32,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ptf.errors import UserError, first_line, raise_if_custom_code
-from ptf.model import bridge
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
 from ptf.model.delta_rule import Documents
 from ptf.model.head import Head
-from ptf.model.hf_adapters import PREFIX, adapt, with_adapter
+from ptf.model.hf_adapters import PREFIX, HFPeftFormat, adapt, described, with_adapter
 from ptf.model.hf_checks import check
 from ptf.model.hf_language_model import Outside, is_multimodal, language_model, multimodal_class, text_config, tied
 from ptf.model.hf_weights import InMemory, fill_from, in_stored_form, parameters_on_meta, renamings, stored_names
 from ptf.model.layers import LayerFactory
-from ptf.model.lora import Lora, adapter_names, adapters, keyed
-from ptf.model.scalar import Scalar, is_scalar
-from ptf.model.tensor_files import HEADS, TensorFiles, has_weights
+from ptf.model.lora import adapter_names, adapters, init_adapters, keyed
+from ptf.model.model import Carried, Model
+from ptf.model.model_files import export_dtype, read_config, stored_dtypes, unties
+from ptf.model.scalar import HF_NAME, Scalar, is_scalar
+from ptf.model.sharded_tensor import fill
+from ptf.model.tensor_files import HEADS, Headers, TensorFiles
 
 # name of a factor of the logits in config.json → its exponent
 SCALES = {"logit_scale": 1, "logits_scaling": -1, "lm_head_multiplier": 1}
@@ -56,19 +57,24 @@ PLACEHOLDERS, TEXTUAL = ("_token_id", "_token_index"), ("bos", "eos", "pad", "se
 SCORE = "score"  # transformers' name of a scalar head
 
 
-class HFDecoder(nn.Module):
-    """A model of transformers with the interface of Decoder."""
+class HFDecoder(Model):
+    """A model of transformers."""
 
-    supports_shared_prefixes = False  # transformers computes whole documents only
-    first, group = 0, None  # the head is never sharded over the vocabulary
+    supports_compilation = first_layers_stand_alone = supports_shared_prefixes = False
 
-    def __init__(self, hf: Any, head: Literal["lm", "scalar"] = "lm", lora: Lora | None = None) -> None:
+    def __init__(self, hf: Any, head: Literal["lm", "scalar"], factory: LayerFactory) -> None:
         super().__init__()
         self.hf = hf
         self.text_config = text_config(hf.config)
-        self.config = replace(decoder_config(hf.config), head=head)
+        self.config = replace(sizes(hf.config), head=head)
         self.outside = Outside(hf) if is_multimodal(hf.config) else None
-        self.factory = LayerFactory(lora=lora)
+        self.factory = factory
+        self.aliases, self.first, self.group, self.kernels = (
+            {},
+            0,
+            None,
+            {},
+        )  # the head is never sharded over the vocabulary
         self.scale = 1.0  # factor of the logits
         for key, power in SCALES.items():
             if head == "lm" and (factor := getattr(self.text_config, key, None)):
@@ -81,7 +87,7 @@ class HFDecoder(nn.Module):
         return super().train(False)
 
     @property
-    def head(self) -> nn.Module:
+    def head(self) -> nn.Module:  # type: ignore[override]
         """The output projection of transformers' model."""
         return getattr(self.hf, SCORE) if self.config.head == "scalar" else self.hf.get_output_embeddings()
 
@@ -95,7 +101,7 @@ class HFDecoder(nn.Module):
         return next(m for m in self.hf.children() if hasattr(m, "base_model_prefix"))  # its prefix names no module
 
     @property
-    def layers(self) -> nn.ModuleList:
+    def layers(self) -> nn.ModuleList:  # type: ignore[override]
         """The layers, which are sharded one by one."""
         lists = [m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == len(self.config.layers)]
         if not lists:
@@ -118,8 +124,6 @@ class HFDecoder(nn.Module):
         ids = [settings[key] for key in settings if key.endswith(PLACEHOLDERS) and not key.startswith(TEXTUAL)]
         others = {token for value in ids for token in (value if isinstance(value, list) else [value])}
         return torch.tensor([token for token in range(self.table_rows) if token not in others])
-
-    kernels: Mapping[str, str] = MappingProxyType({})  # of other packages (fused.py)
 
     def forward(
         self,
@@ -179,26 +183,61 @@ class HFDecoder(nn.Module):
     def load_balancing_loss(self) -> None:
         """Return None: there is no load-balancing loss."""
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in a checkpoint, whole tensor), adapters merged. Every rank must iterate."""
+    def hf_tensors(self, source: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See Model."""
         if isinstance(self, FSDPModule):
             self.reshard()
         values, pairs = self._stored(), adapters(self)
         yield from in_stored_form(self.hf, values, lambda name: with_adapter(self, pairs, name, values[name]))
 
     def hf_names(self) -> set[str]:
-        """Return the names under which `hf_tensors` gives the tensors."""
+        """See Model."""
         values = self._stored()
         tensors = in_stored_form(self.hf, values, lambda name: torch.empty_like(values[name], device="meta"))
         return {name for name, _ in tensors}
 
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the model from whole tensors under the names of `hf_tensors`. Raise KeyError for one that is missing."""
+        """See Model."""
         with self.whole():
             names = self.outside_names
             _, problems = fill_from(self.hf, InMemory(tensors), self._adapter_names(), carried=names)
         if problems:
             raise KeyError("; ".join(problems))
+
+    def exact_names(self) -> set[str]:
+        """See Model: those of buffers."""
+        return {name for name, _ in self.hf.named_buffers()}
+
+    def stored_in_fp32(self, directory: Path) -> set[str]:
+        """See Model."""
+        wide = {name for name, dtype in stored_dtypes(directory).items() if dtype == torch.float32}
+        return {PREFIX + name for name in self.renamed(wide).values()} if wide else set()
+
+    def peft(self) -> HFPeftFormat:
+        """See Model."""
+        return HFPeftFormat(self)
+
+    def unstored_names(self) -> set[str]:
+        """See Model."""
+        return {PREFIX + HF_NAME} if self.config.head == "scalar" else set()
+
+    def raise_if_outside(self, key: str, patterns: Sequence[str]) -> None:
+        """See Model."""
+        if self.outside is not None:
+            self.outside.raise_if_named(key, patterns)
+
+    def config_changes(self) -> dict[str, Any]:
+        """See Model: the name of transformers' class."""
+        return {"architectures": [type(self.hf).__name__]}
+
+    def notes(self) -> list[str]:
+        """See Model: what has an adapter."""
+        return [described(self)] if self.factory.lora else []
+
+    def raise_if_unfit(self, directory: Path) -> None:
+        """See Model."""
+        with Headers(directory) as files:
+            fill_from_files(cast("HFDecoder", self.to("meta")), files)
 
     def renamed(self, names: Collection[str]) -> dict[str, str]:
         """Return the parameters that tensors of a checkpoint are, by the names there, without what is converted."""
@@ -215,28 +254,66 @@ class HFDecoder(nn.Module):
         """Have the parts outside the language model in transformers' model inside the `with` block."""
         return self.outside.put_back() if self.outside else contextlib.nullcontext()
 
-    def carried_names(self, names: set[str]) -> set[str]:
-        """Return which tensors of a checkpoint are not trained but kept, of the `names` there: those outside the
-        language model, and those that transformers ignores, such as layers that predict further tokens."""
+    def carried_names(self, files: TensorFiles) -> set[str]:
+        """See Model: those outside the language model, and those that transformers ignores, such as layers that predict
+        further tokens."""
         with self.whole():
-            left = names - stored_names(self.hf, names, self._adapter_names(), self.outside_names)
+            left = files.names - stored_names(self.hf, files.names, self._adapter_names(), self.outside_names)
         other_heads = HEADS if self.config.head == "scalar" else f".{SCORE}.weight"
         return {name for name in left if not f".{name}".endswith(other_heads)}
 
-    def carried(self, source: Path) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-        """Yield (name, tensor, dtype) of the tensors of the checkpoint `source` that are not trained but kept, as they
-        are there; of a random multimodal model, those that were drawn."""
+    def carried(self, source: Path) -> Iterator[Carried]:
+        """See Model; of a random multimodal model, those that were drawn."""
         if self.outside is not None and self.outside.drawn:
             drawn = self.outside.drawn
             for name, tensor in in_stored_form(self.hf, drawn, drawn.__getitem__):
-                yield name, tensor, bridge.export_dtype(source)
+                yield name, tensor, export_dtype(source)
             return
-        if not has_weights(source):
-            return
-        with TensorFiles(source) as files:
-            for name in sorted(self.carried_names(files.names)):
-                tensor = files[name]
-                yield name, tensor, tensor.dtype
+        yield from super().carried(source)
+
+    def give_weights(
+        self, directory: Path, device: torch.device, *, random: bool = False, seed: int = 0
+    ) -> tuple[str, ...]:
+        """See Model. What it computes is checked (hf_checks.py)."""
+        ties = _ties(self.hf)
+        self._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+        for name, first in ties:
+            owner, _, leaf = name.rpartition(".")
+            self.hf.get_submodule(owner)._parameters[leaf] = self.hf.get_parameter(first)
+        if random:
+            new: tuple[str, ...] = ()
+            self._draw(seed)
+        else:
+            with TensorFiles(directory) as files:
+                new = fill_from_files(self, files)
+        for name in new:
+            _initialise(name, self.hf.get_parameter(name), self.hf.config, seed)
+        init_adapters(self, seed)
+        check(self)
+        return new
+
+    def _draw(self, seed: int) -> None:
+        """Fill the model with the random weights that transformers gives a model of its config."""
+        c = self.hf.config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            drawn = _model_class(c, self.config.head).from_config(c, dtype=torch.float32, trust_remote_code=False)
+        values = drawn.state_dict()
+        if self.outside is not None:
+            self.outside.drawn = {name: values.pop(name) for name in self.outside_names}
+        for name, target in self.hf.state_dict(keep_vars=True).items():
+            if name not in self._adapter_names():
+                fill(target, values[name].__getitem__)
+
+    def vocabulary_tables(self, names: Collection[str]) -> dict[str, str]:
+        """See Model. Raise UserError for one that takes ids after its last token for images and sounds."""
+        if self.table_rows < self.config.vocab:
+            raise UserError(
+                f"model.tokens: in {self.hf.config.model_type} ids from {self.table_rows} on stand for images and "
+                "sounds, so it has none for new tokens; use its unused tokens"
+            )
+        tables = vocabulary_tables(self)
+        return {stored: tables[name] for stored, name in self.renamed(names).items() if name in tables}
 
     def _adapter_names(self) -> set[str]:
         return {name.removeprefix(PREFIX) for name in adapter_names(self)}
@@ -266,7 +343,12 @@ def document_places(segments: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(index).to(segments.device), torch.from_numpy(back).to(segments.device)
 
 
-def decoder_config(c: Any) -> DecoderConfig:
+def decoder_config(directory: Path) -> DecoderConfig:
+    """Return the sizes of transformers' model of a directory; weights are not read."""
+    return sizes(configured(directory))
+
+
+def sizes(c: Any) -> DecoderConfig:
     """Return the sizes of a model from transformers' config, without what makes the architecture."""
     is_tied, c = tied(c), text_config(c)
     heads = getattr(c, "num_attention_heads", None) or 1
@@ -307,7 +389,7 @@ def configured(directory: Path) -> Any:
             f"model.backend: hf: transformers has no such architecture: {directory}: {first_line(error)}"
         ) from error
     text, multimodal = text_config(c), is_multimodal(c)
-    if bridge.unties(directory):
+    if unties(directory):
         c.tie_word_embeddings = text.tie_word_embeddings = False
     methods = [(getattr(each, "quantization_config", None) or {}).get("quant_method", "") for each in (c, text)]
     encodes = any(getattr(each, "is_encoder_decoder", False) for each in (c, text))
@@ -326,14 +408,16 @@ def configured(directory: Path) -> Any:
     return c
 
 
-def build(directory: Path, *, head: Literal["lm", "scalar"] | None = None, lora: Lora | None = None) -> HFDecoder:
-    """Return a model whose parameters are on the meta device.
+def build(
+    directory: Path, *, head: Literal["lm", "scalar"] | None = None, factory: LayerFactory | None = None
+) -> HFDecoder:
+    """Return a model whose parameters are on the meta device; of `factory` it has the adapters.
 
     `head` is the kind of head; None takes that of the checkpoint. Raise UserError for a model that cannot be trained,
     and for an adapter that matches nothing.
     """
     c = configured(directory)
-    head = head or ("scalar" if is_scalar(bridge.read_config(directory)) else "lm")
+    head = head or ("scalar" if is_scalar(read_config(directory)) else "lm")
     with parameters_on_meta():
         try:
             hf = _model_class(c, head).from_config(c, dtype=torch.float32, trust_remote_code=False)
@@ -341,12 +425,12 @@ def build(directory: Path, *, head: Literal["lm", "scalar"] | None = None, lora:
             raise UserError(
                 f"model.backend: hf: {c.model_type}: transformers needs a further package: {first_line(error)}"
             ) from error
-        model = HFDecoder(hf, head, lora)
+        model = HFDecoder(hf, head, factory or LayerFactory())
         assert model.layers  # named if there are none
         if model.head is None:
             raise UserError(f"model.backend: hf: {c.model_type}: there is no output projection in transformers' model")
-        if lora is not None:
-            adapt(model, lora)
+        if model.factory.lora is not None:
+            adapt(model, model.factory.lora)
     return model
 
 
@@ -368,35 +452,6 @@ def _model_class(c: Any, head: str) -> Any:
             "classifier of it"
         )
     return AutoModelForSequenceClassification
-
-
-def load(model: HFDecoder, directory: Path, device: torch.device, *, random: bool, seed: int) -> tuple[str, ...]:
-    """Give a (sharded) model memory and weights, each process reading only what it owns, and check what it computes.
-
-    Return the names of tensors that the checkpoint lacks because a scalar head is new: these are drawn from `seed`.
-    Raise UserError that lists every missing, unexpected or misshapen tensor.
-    """
-    ties = _ties(model.hf)
-    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for name, first in ties:
-        owner, _, leaf = name.rpartition(".")
-        model.hf.get_submodule(owner)._parameters[leaf] = model.hf.get_parameter(first)
-    if random:
-        values = _random_model(model, seed).state_dict()
-        if model.outside is not None:
-            model.outside.drawn = {name: values.pop(name) for name in model.outside_names}
-        new: tuple[str, ...] = ()
-        for name, target in model.hf.state_dict(keep_vars=True).items():
-            if name not in model._adapter_names():
-                bridge.fill(target, values[name].__getitem__)
-    else:
-        with TensorFiles(directory) as files:
-            new = fill_from_files(model, files)
-    for name in new:
-        _initialise(name, model.hf.get_parameter(name), model.hf.config, seed)
-    bridge.init_adapters(cast("Any", model), seed)
-    check(model)
-    return new
 
 
 def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
@@ -422,13 +477,14 @@ def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
 def carried_names(directory: Path) -> frozenset[str]:
     """Return the tensors of a checkpoint that are not trained but kept; see `HFDecoder.carried_names`."""
     with TensorFiles(directory) as files:
-        return frozenset(build(directory, head="lm").carried_names(files.names))
+        return frozenset(build(directory, head="lm").carried_names(files))
 
 
 def vocabulary_tables(model: HFDecoder) -> dict[str, str]:
     """Return which tensors, by transformers' names, have a row for each token: name → `embed`, `head` or `bias`."""
     found, embed = {}, model.hf.get_input_embeddings()
-    for which, module in (("embed", embed), ("head", model.head)):
+    heads = [("head", model.head)] if model.config.head == "lm" else []
+    for which, module in (("embed", embed), *heads):
         path = next(path for path, m in model.hf.named_modules() if m is module)
         found[f"{path}.weight"] = "embed" if module.weight is embed.weight else which
         if getattr(module, "bias", None) is not None:
@@ -459,12 +515,4 @@ def _initialise(name: str, parameter: Tensor, c: Any, seed: int) -> None:
     """Draw a new parameter, by seed and name."""
     std = getattr(c, "initializer_range", None) or 0.02
     generator = torch.Generator().manual_seed(keyed(seed, name))
-    bridge.fill(parameter, torch.empty(parameter.shape).normal_(0, std, generator=generator).__getitem__)
-
-
-def _random_model(model: HFDecoder, seed: int) -> Any:
-    """Return transformers' model of a config with random weights, drawn by seed."""
-    c = model.hf.config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _model_class(c, model.config.head).from_config(c, dtype=torch.float32, trust_remote_code=False)
+    fill(parameter, torch.empty(parameter.shape).normal_(0, std, generator=generator).__getitem__)

@@ -8,7 +8,7 @@ checkpoint and to compare logits, the parts are put back for a moment.
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -83,6 +83,20 @@ class Outside:
         self.buffers = buffers - {n for n, _ in hf.named_buffers(remove_duplicate=False)}
         self.drawn: dict[str, Tensor] = {}  # values of random tensors
 
+    def raise_if_named(self, key: str, patterns: Sequence[str]) -> None:
+        """Raise UserError naming the patterns of a config's key that match only what is outside."""
+
+        def match(pattern: str, names: Collection[str]) -> bool:
+            beginnings = {part for n in names for part in accumulate(n.split("."), "{}.{}".format)}
+            return any(fnmatchcase(part, pattern) for part in beginnings)
+
+        inside = [name for name, _ in self.hf.named_parameters()]
+        if found := [p for p in patterns if match(p, self.shapes) and not match(p, inside)]:
+            raise UserError(
+                f"{key}: {', '.join(found)} is outside the language model of {self.hf.config.model_type}, and only "
+                "that is trained, on text; the rest goes to the export as it is. Leave it out"
+            )
+
     def _find(self, module: nn.Module, inside: set[int]) -> None:
         for name, child in module.named_children():
             if id(child) in inside:
@@ -135,24 +149,6 @@ class Outside:
                 hook.remove()
             for module, name, parameter in filled:
                 module._parameters[name] = parameter
-
-
-def raise_if_outside(key: str, patterns: Collection[str], model: Any) -> None:
-    """Raise UserError naming the patterns of a config's key that match only what lies outside the language model."""
-    outside = getattr(model, "outside", None)
-    if outside is None:
-        return
-
-    def match(pattern: str, names: Collection[str]) -> bool:
-        beginnings = {part for n in names for part in accumulate(n.split("."), "{}.{}".format)}
-        return any(fnmatchcase(part, pattern) for part in beginnings)
-
-    inside = [name for name, _ in model.hf.named_parameters()]
-    if found := [p for p in patterns if match(p, outside.shapes) and not match(p, inside)]:
-        raise UserError(
-            f"{key}: {', '.join(found)} is outside the language model of {model.hf.config.model_type}, and only that "
-            "is trained, on text; the rest goes to the export as it is. Leave it out"
-        )
 
 
 def applied_to_logits(hf: Any, scales: set[float], caps: set[float | None]) -> tuple[float, float | None]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ptf.model import bridge
 from ptf.model.checkpoint_mapping import Slices
+from ptf.model.sharded_tensor import fill as fill_tensor
 from ptf.model.tensor_files import TensorFiles, equal
 
 
@@ -58,7 +58,7 @@ def fill_from(
         if tuple(target.shape) != shape:
             problems.append(f"wrong shape: {source} is {shape}, the config says {tuple(target.shape)}")
         elif id(target) not in filled:
-            bridge.fill(target, read)
+            fill_tensor(target, read)
         filled.add(id(target))
 
     read_from: dict[int, str] = {}  # parameter → its tensor

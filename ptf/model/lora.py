@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ptf.errors import UserError
 from ptf.model import matrix_product
 from ptf.model.quantised_weights import FORMS, QuantisedWeight, quantised_linear, quantised_weights
+from ptf.model.sharded_tensor import fill, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,16 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-1, 1, generator=generator) * shape[-1] ** -0.5
 
 
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """Initialise the adapters from the seed; no checkpoint of the model has them.
+
+    The model then computes what it does without them.
+    """
+    for name in adapter_names(model):
+        parameter = model.get_parameter(name)
+        fill(parameter, initial_value(name, parameter.shape, seed).__getitem__)
+
+
 def raise_if_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Module) -> None:
     """Raise UserError naming every target that adapts nothing.
 
@@ -228,8 +238,3 @@ def merged_weights(model: nn.Module, original: Callable[[str], Tensor] | None = 
         return merged(own_weight(name), whole(tensors[adapter.a]), whole(tensors[adapter.b]), adapter.scale)
 
     return weight
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Gather a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

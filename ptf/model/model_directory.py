@@ -13,12 +13,13 @@ from typing import Any
 
 from safetensors import safe_open
 
+from ptf.config.backends import BackendName
 from ptf.errors import UserError
-from ptf.model import bridge
-from ptf.model.decoder import Decoder
+from ptf.model.backends import backend_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
-from ptf.model.peft_format import PeftFormat
+from ptf.model.model import Model
+from ptf.model.model_files import local_directory, locate, read_config
 from ptf.model.scalar import CLASSIFIER
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -71,20 +72,20 @@ class AdapterDirectory:
             names = frozenset(file.keys())
         return cls(directory, base, rank, alpha / (rank**0.5 if config.get("use_rslora") else rank), names)
 
-    def factory(self, base: Path, own: LayerFactory | None = None) -> LayerFactory:
+    def factory(self, base: Path, own: LayerFactory | None = None, backend: BackendName = "ptf") -> LayerFactory:
         """Return the layer factory of the base model in `base`, with LoRA of this adapter's shape.
 
         `own` holds the user's components. Raises UserError if the adapter's tensors are not those that the base model
         needs.
         """
-        components = own.replace if own else {}
+        components, build = own.replace if own else {}, backend_of(backend).build
         factory = LayerFactory(components, lora=Lora(rank=1, targets=("*",)))
-        everything = PeftFormat(bridge.build(base, head="lm", factory=factory))
+        everything = build(base, head="lm", factory=factory).peft()
         targets = everything.projections(self.names)
         if unknown := self.names - everything.names():
             raise self._does_not_fit(base, unknown)
         factory = LayerFactory(components, lora=Lora(rank=1, targets=targets))
-        widened = PeftFormat(bridge.build(base, head="lm", factory=factory))
+        widened = build(base, head="lm", factory=factory).peft()
         rank, rest = divmod(self.rank, widened.rank)
         if missing := widened.names() - self.names:
             raise self._does_not_fit(base, missing)
@@ -96,12 +97,12 @@ class AdapterDirectory:
             )
         return LayerFactory(components, lora=Lora(rank=rank, alpha=self.scale * rank, targets=targets))
 
-    def fill(self, model: Decoder) -> None:
+    def fill(self, model: Model) -> None:
         """Copy the adapter into a model that was built with `factory`.
 
         Raises UserError if a tensor of the file cannot be represented exactly in the model.
         """
-        form = PeftFormat(model)
+        form = model.peft()
         with safe_open(self.directory / TENSORS, "pt") as file:
             form.copy(file.get_tensor)
             for name, tensor in form.tensors():
@@ -141,15 +142,15 @@ class ServedDirectory:
     def find(cls, where: str) -> "ServedDirectory":
         """Find a model by a directory, a directory of versions, a URI or a Hugging Face id, of a whole model or of an
         adapter in PEFT format. Raises UserError if there is none."""
-        place = bridge.local_directory(where)
+        place = local_directory(where)
         adapter = AdapterDirectory.read(place) if is_adapter(place) else None
-        base = bridge.locate(where) if adapter is None else base_of(adapter)
+        base = locate(where) if adapter is None else base_of(adapter)
         return cls(base, place if (place / "tokenizer_config.json").is_file() else base, adapter)
 
     @property
     def scores(self) -> bool:
         """Return whether it is a classifier, such as a reward model, which generates nothing."""
-        return any(CLASSIFIER in name for name in bridge.read_config(self.base).get("architectures") or ())
+        return any(CLASSIFIER in name for name in read_config(self.base).get("architectures") or ())
 
     def factory(self, own: LayerFactory | None = None) -> LayerFactory | None:
         """Return the layer factory that builds the model; `own` holds the user's components."""
@@ -164,7 +165,7 @@ class ServedDirectory:
 def base_of(adapter: AdapterDirectory) -> Path:
     """Return the directory of an adapter's base model. Raises UserError, which names the adapter, if it is missing."""
     try:
-        return bridge.locate(adapter.base)
+        return locate(adapter.base)
     except UserError as error:
         reason = str(error).removeprefix("model.path: ")
         raise UserError(f"{adapter.directory} needs its base model {adapter.base}: {reason}") from None

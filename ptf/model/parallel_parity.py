@@ -32,6 +32,8 @@ from ptf.errors import UserError
 from ptf.model import bridge, verify
 from ptf.model.chunked import cross_entropy
 from ptf.model.families import family_of
+from ptf.model.model_files import read_config
+from ptf.model.model_writer import save_hf
 from ptf.model.reference import corrected, exact_reference, quiet, random_reference, reference
 from ptf.model.rounding import Double
 from ptf.model.sharding import PLAN, parallelize
@@ -219,8 +221,7 @@ def _on_rank(
     mesh = init_device_mesh("cpu", (1, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
     model = bridge.build(member)
     parallelize(model, mesh, "fp32", plan=plan)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, member)
+    model.give_weights(member, torch.device("cpu"))
     part = _groups((shards, tensor))[mesh["shard"].get_local_rank()]
     *inputs, targets, weights = _documents(model.config.vocab)
     units = weights.sum()
@@ -236,14 +237,14 @@ def _on_rank(
         for p in model.parameters():
             if p.grad is not None:
                 p.sub_(rate * p.grad)
-    bridge.save_hf(bridge.hf_tensors(model), member, saved, writes=dist.get_rank() == 0)
+    save_hf(model.hf_tensors(), member, saved, writes=dist.get_rank() == 0, carried=model.carried(member))
     return {"loss": float(whole / units), "gradients": by_name}
 
 
 def _judged(mesh: str, member: Path, found: Mapping[str, Any], stepped: _Step, after: Any, saved: Path) -> verify.Case:
     """Compare what the ranks found with transformers' step, and the logits of its model of what they saved with those
     of `after`, its model after the step."""
-    config = bridge.read_config(member)
+    config = read_config(member)
     if problems := found.get("problems"):
         return verify.Case(config, problems=tuple(problems), mesh=mesh)
     exact = exact_reference(member)

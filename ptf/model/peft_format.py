@@ -10,44 +10,103 @@ zeros.
 import json
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ptf.model import bridge
 from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, Stack, TensorMapping, Transpose
 from ptf.model.components import own_tensors
-from ptf.model.decoder import Decoder
-from ptf.model.hf_adapters import HFPeftFormat
-from ptf.model.lora import adapter_config, adapter_names, adapters, projection_name, whole
+from ptf.model.lora import adapter_config, adapter_names, adapters, projection_name
 from ptf.model.quantised_weights import weight_shapes
+from ptf.model.sharded_tensor import fill, whole
+
+if TYPE_CHECKING:
+    from ptf.model.mapped_model import MappedModel
+    from ptf.model.model import Model
 
 # PEFT 0.21.2 converts the experts of other families as it would those of this one, which it leaves out
 EXPERTS_UNKNOWN = ("qwen2_moe",)
 Pair = tuple[Tensor, Tensor]  # A [.., rank, in], B [.., out, rank]
 
 
-class PeftFormat:
+class PeftFormat(ABC):
     """The adapters of one model, converted to PEFT's format and back."""
 
-    def __init__(self, model: Decoder) -> None:
+    rank: int  # of the tensors in the file
+
+    def __init__(self, model: "Model") -> None:
         assert model.factory.lora is not None
-        self.model, self.lora = model, model.factory.lora
-        self.adapters = adapters(model)
-        self.parameters, self.shapes = dict(model.named_parameters()), weight_shapes(model)
+        self.model, self.lora, self.adapters = model, model.factory.lora, adapters(model)
+        self.parameters = dict(model.named_parameters())
+
+    @abstractmethod
+    def obstacles(self) -> list[str]:
+        """Return what is trained and cannot be expressed in this format; [] if everything can."""
+
+    def trained_beside(self) -> list[str]:
+        """Return the parameters that train and are no adapters."""
+        of_adapters = adapter_names(self.model)
+        return [n for n, p in self.parameters.items() if p.requires_grad and n not in of_adapters]
+
+    @abstractmethod
+    def modules(self) -> list[str]:
+        """Return PEFT's names of the modules that have an adapter in the file."""
+
+    def names(self) -> set[str]:
+        """Return the names of all `tensors`."""
+        return {file_name(module, which) for module in self.modules() for which in "AB"}
+
+    @abstractmethod
+    def pairs(self) -> Iterator[tuple[str, Pair]]:
+        """Yield the pair of each of the `modules`, whole, with its name."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name in the file, whole tensor in fp32). Every rank must iterate, because each gathers its part."""
+        model: nn.Module = self.model
+        if isinstance(model, FSDPModule):
+            model.reshard()
+        for module, pair in self.pairs():
+            for which, tensor in zip("AB", pair, strict=True):
+                yield file_name(module, which), tensor.float()
+
+    @abstractmethod
+    def copy(self, tensor: Callable[[str], Tensor]) -> None:
+        """Load this model's adapters from whole tensors by their names; the reverse of `tensors`."""
+
+    @abstractmethod
+    def projections(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the projections, as patterns name them, whose tensors are among `names`."""
+
+    @abstractmethod
+    def config(self, base: str) -> dict[str, Any]:
+        """Return adapter_config.json, for the base model called `base`."""
+
+
+def file_name(module: str, which: str) -> str:
+    """Return the name in the file of the A or the B of a module."""
+    return f"base_model.model.{module}.lora_{which}.weight"
+
+
+class MappedPeftFormat(PeftFormat):
+    """Those of a model that has its tensors by the mappings of its family."""
+
+    def __init__(self, model: "MappedModel") -> None:
+        super().__init__(model)
+        self.decoder, self.shapes, self.every_mapping = model, weight_shapes(model), model.mappings()
         self.mappings = [
             mapping
-            for mapping in bridge.checkpoint_mappings(model)
+            for mapping in self.every_mapping
             if any(self._adapted_name(name) in self.adapters for name in mapping.ours)
         ]
-        # in the file: that of the adapters, times how many projections share a tensor
+        # that of the adapters, times how many projections share a tensor
         self.rank = self.lora.rank * max((len(mapping.ours) for mapping in self.mappings), default=1)
 
     def _adapted_name(self, name: str) -> str:
@@ -62,20 +121,18 @@ class PeftFormat:
         return next((n for n in self.adapters if n.startswith(experts + dot)), name)
 
     def obstacles(self) -> list[str]:
-        """Return what is trained and cannot be expressed in this format; [] if everything can."""
-        own = {*own_tensors(self.model)}
-        of_adapters = adapter_names(self.model)
-        base = [n for n, p in self.parameters.items() if p.requires_grad and n not in of_adapters]
-        obstacles = [f"{n} (not an adapter)" for n in base]
+        """See PeftFormat."""
+        own = {*own_tensors(self.decoder)}
+        obstacles = [f"{n} (not an adapter)" for n in self.trained_beside()]
         obstacles += [f"{n} (Hugging Face has no such projection)" for n in self.adapters if n in own]
         obstacles += [f"{n} (PEFT and vLLM adapt no routers)" for n in self.adapters if n.endswith(".router.weight")]
-        if any(isinstance(mapping, Stack) for mapping in bridge.checkpoint_mappings(self.model)):
+        if any(isinstance(mapping, Stack) for mapping in self.every_mapping):
             obstacles += [
                 f"{n} (beside experts, PEFT would take it for one of them)"
                 for n in self.adapters
                 if (".mlp." in n or ".moe.shared" in n) and n not in own
             ]
-        if self.model.family.model_type in EXPERTS_UNKNOWN:
+        if self.decoder.family.model_type in EXPERTS_UNKNOWN:
             obstacles += [f"{n} (PEFT knows no experts of this family)" for n in self.adapters if ".experts." in n]
         return obstacles + [
             f"{mapping.ours[0]} (stored in a way that PEFT has no format for)"
@@ -84,59 +141,46 @@ class PeftFormat:
             or (isinstance(mapping, Concatenate) and mapping.dim == 1)
         ]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the file, whole tensor in fp32). Every rank must iterate, because each gathers its part."""
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()
+    def modules(self) -> list[str]:
+        """See PeftFormat."""
+        return self._modules_of(self.mappings)
+
+    def pairs(self) -> Iterator[tuple[str, Pair]]:
+        """See PeftFormat."""
         for mapping in self.mappings:
-            for module, (a, b) in zip(
-                self._modules(mapping), self._write(mapping, [self._pair(name) for name in mapping.ours]), strict=True
-            ):
+            written = self._write(mapping, [self._pair(name) for name in mapping.ours])
+            for module, (a, b) in zip(self._modules(mapping), written, strict=True):
                 missing = self.rank - a.shape[-2]
                 a, b = F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
                 if isinstance(mapping, Transpose | Interleave):  # one pair for all experts
                     a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-                yield f"base_model.model.{module}.lora_A.weight", a
-                yield f"base_model.model.{module}.lora_B.weight", b
+                yield module, (a, b)
 
     def copy(self, tensor: Callable[[str], Tensor]) -> None:
-        """Load this model's adapters from whole tensors by their names; the reverse of `tensors`."""
+        """See PeftFormat."""
         for mapping in self.mappings:
             pairs = [self._stored(tensor, module, mapping) for module in self._modules(mapping)]
             for name, (a, b) in zip(mapping.ours, self._read(mapping, pairs), strict=True):
                 if name in self.adapters:
                     adapter = self.adapters[name]
-                    bridge.fill(self.parameters[adapter.a], a[..., : self.lora.rank, :].__getitem__)
-                    bridge.fill(self.parameters[adapter.b], b[..., : self.lora.rank].__getitem__)
-
-    def names(self) -> set[str]:
-        """Return the names of all `tensors`."""
-        return {
-            f"base_model.model.{module}.lora_{which}.weight"
-            for mapping in self.mappings
-            for module in self._modules(mapping)
-            for which in "AB"
-        }
+                    fill(self.parameters[adapter.a], a[..., : self.lora.rank, :].__getitem__)
+                    fill(self.parameters[adapter.b], b[..., : self.lora.rank].__getitem__)
 
     def projections(self, names: Collection[str]) -> tuple[str, ...]:
-        """Unified names of the projections whose tensors are among `names`."""
+        """See PeftFormat."""
         return tuple(
             projection_name(ours)
             for mapping in self.mappings
-            if any(f"base_model.model.{module}.lora_A.weight" in names for module in self._modules(mapping))
+            if any(file_name(module, "A") in names for module in self._modules(mapping))
             for ours in mapping.ours
             if ours in self.adapters
         )
 
     def config(self, base: str) -> dict[str, Any]:
-        """Return adapter_config.json, for the base model called `base`."""
-        modules, parameters = list[str](), set[str]()
-        for mapping in self.mappings:
-            if isinstance(mapping, Transpose | Interleave):
-                parameters.add(self.model.family.prefix + mapping.other)
-            else:
-                modules += self._modules(mapping)
-        targets = self._target_modules(modules)
+        """See PeftFormat."""
+        stacked = [mapping for mapping in self.mappings if isinstance(mapping, Transpose | Interleave)]
+        parameters = {self.decoder.family.prefix + mapping.other for mapping in stacked}
+        targets = self._target_modules(self._modules_of(m for m in self.mappings if m not in stacked))
         return adapter_config(base, self.rank, self.lora.scale, targets, target_parameters=sorted(parameters) or None)
 
     def _target_modules(self, modules: list[str]) -> list[str] | str:
@@ -146,25 +190,22 @@ class PeftFormat:
         For the text part of a multimodal model it is a regular expression, because the image part has modules of the
         same names, and transformers names modules otherwise than tensors.
         """
-        if self.model.family.prefix:
-            inside = "|".join(re.escape(n.removeprefix(f"{self.model.family.prefix}model.")) for n in modules)
-            return rf".*{re.escape(self.model.family.prefix.strip('.'))}\b.*\.({inside})"
+        if self.decoder.family.prefix:
+            inside = "|".join(re.escape(n.removeprefix(f"{self.decoder.family.prefix}model.")) for n in modules)
+            return rf".*{re.escape(self.decoder.family.prefix.strip('.'))}\b.*\.({inside})"
 
         def leaf(name):
             return name.rpartition(".")[2]
 
-        in_model = Counter(
-            leaf(n) for mapping in bridge.checkpoint_mappings(self.model) for n in self._modules(mapping)
-        )
-        adapted = Counter(map(leaf, modules))
+        in_model, adapted = Counter(map(leaf, self._modules_of(self.every_mapping))), Counter(map(leaf, modules))
         return sorted({leaf(n) if ".experts." in n or adapted[leaf(n)] == in_model[leaf(n)] else n for n in modules})
+
+    def _modules_of(self, mappings: Iterable[TensorMapping]) -> list[str]:
+        return [module for mapping in mappings for module in self._modules(mapping)]
 
     def _modules(self, mapping: TensorMapping) -> list[str]:
         """Return PEFT's names of the modules of a mapping."""
-        names = [
-            self.model.family.prefix + name.removesuffix(".weight")
-            for name in mapping.theirs(self.model.config.experts)
-        ]
+        names = [name.removesuffix(".weight") for name in self.decoder.names_of(mapping)]
         if isinstance(mapping, Interleave):  # PEFT wraps gate_up_proj first, and down_proj around that
             return [name.rpartition(".")[0] + ".base_layer" for name in names]
         return [name.rpartition(".")[0] for name in names] if isinstance(mapping, Transpose) else names
@@ -175,7 +216,7 @@ class PeftFormat:
             a, b = (whole(self.parameters[n]).detach().float() for n in (adapter.a, adapter.b))
             return a, b
         *experts, out, into = self.shapes[name]
-        device = next(self.model.parameters()).device
+        device = next(self.decoder.parameters()).device
         a, b = (*experts, self.lora.rank, into), (*experts, out, self.lora.rank)
         return torch.zeros(a, device=device), torch.zeros(b, device=device)
 
@@ -209,16 +250,11 @@ class PeftFormat:
 
     def _stored(self, tensor: Callable[[str], Tensor], module: str, mapping: TensorMapping) -> Pair:
         """Read the pair of a module of the file."""
-        a, b = (tensor(f"base_model.model.{module}.lora_{which}.weight") for which in "AB")
+        a, b = (tensor(file_name(module, which)) for which in "AB")
         if isinstance(mapping, Transpose | Interleave):
-            experts = self.model.config.experts
+            experts = self.decoder.config.experts
             a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
         return a, b
-
-
-def format_of(model: Decoder) -> "PeftFormat | HFPeftFormat":
-    """Return the adapters of a model, ptf's own or one of transformers, in PEFT's format."""
-    return PeftFormat(model) if isinstance(model, Decoder) else HFPeftFormat(model)
 
 
 def save(tensors: Iterator[tuple[str, Tensor]], config: Mapping[str, Any], directory: Path, *, writes: bool) -> None:

@@ -20,6 +20,8 @@ from torch.nn import Parameter
 
 from ptf.errors import UserError
 from ptf.model import matrix_product, mxfp4, nf4
+from ptf.model.checkpoint_mapping import Slices
+from ptf.model.sharded_tensor import fill
 
 FORMS = {"nf4": nf4, "mxfp4": mxfp4}
 
@@ -68,6 +70,25 @@ def weight_shapes(model: nn.Module) -> dict[str, torch.Size]:
         weight = parts.get(name, name)
         shapes[weight] = quantised[weight].shape if weight in quantised else parameter.shape
     return shapes
+
+
+def fill_quantised(weight: QuantisedWeight, codes: Tensor, scales: Tensor, read: Callable[[Slices], Tensor]) -> None:
+    """Fill the parts of a quantised weight with what `read` returns for whole rows of the weight.
+
+    A process quantises only the rows of which it owns a part, once where both parts are sharded alike.
+    """
+    last: tuple[Slices, tuple[Tensor, Tensor]] = ((), (codes, scales))
+
+    def part_of(which: int, part: Slices) -> Tensor:
+        nonlocal last
+        rows = part[:-1]
+        if rows != last[0]:
+            whole = read((*rows, slice(0, 2 * codes.shape[-1])))
+            last = (rows, FORMS[weight.form].quantise(whole.to(codes.device, torch.float32)))
+        return last[1][which][..., part[-1]]
+
+    fill(codes, functools.partial(part_of, 0))
+    fill(scales, functools.partial(part_of, 1))
 
 
 def quantised_linear(module: nn.Linear, x: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from ptf.errors import UserError
 from ptf.model.attention import Attention
 from ptf.model.decoder import Decoder
 from ptf.model.fused import use
 from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, RMSNorm, gated, normalised
+from ptf.model.model import Model
 from ptf.model.moe import Experts, clamped
 from ptf.model.recompute import Recompute, recompute
 from ptf.model.rope import Table, rotate
@@ -106,7 +108,7 @@ PLAN: Mapping[str, ParallelStyle] = {
 
 
 def parallelize(
-    model: Decoder,
+    model: Model,
     mesh: DeviceMesh | None,
     precision: str,
     *,
@@ -114,7 +116,7 @@ def parallelize(
     compiled: bool = False,
     kernels: Mapping[str, str] = NO_KERNELS,
     plan: Mapping[str, ParallelStyle] = PLAN,
-) -> Decoder:
+) -> Model:
     """Apply tensor parallelism, activation checkpointing, compilation, kernels of other packages and FSDP, in this
     order.
 
@@ -127,6 +129,8 @@ def parallelize(
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")
     if mesh is not None and mesh["tensor"].size() > 1:
+        if not isinstance(model, Decoder):
+            raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
         cut(model, mesh["tensor"], plan if model.config.head == "lm" else {**plan, **_whole_head(model)})
     for block in model.layers:
         recompute(block, recomputed)

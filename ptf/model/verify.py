@@ -24,6 +24,8 @@ from ptf.errors import UserError, first_line, raise_if_custom_code
 from ptf.model import bridge, matrix_product
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
+from ptf.model.model_files import read_config
+from ptf.model.model_writer import save_hf
 from ptf.model.reference import exact_reference, quiet, random_reference, reference
 from ptf.model.rounding import FACTOR, Double, Margins
 from ptf.model.tensor_files import HEADS, TensorFiles
@@ -233,7 +235,7 @@ class Reference:
         from transformers import AutoConfig
 
         quiet()
-        self.directory, self.member, self.config = directory, member, bridge.read_config(directory)
+        self.directory, self.member, self.config = directory, member, read_config(directory)
         self.least, self.logits, self.gradients = (
             (MEMBER_LEAST, MEMBER, MEMBER) if member else (LEAST, LOGITS, GRADIENTS)
         )
@@ -438,7 +440,7 @@ def _logits(ours: Decoder, tokens: Tensor, positions: Tensor, segments: Tensor, 
 def own_gradients(ours: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield our decoder's gradients under the names of a checkpoint."""
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
-    yield from bridge.under_hf_names(gradients.__getitem__, ours)
+    yield from ours.under_hf_names(gradients.__getitem__)
 
 
 @torch.no_grad()
@@ -483,7 +485,7 @@ def round_trip(ours: Decoder, directory: Path) -> list[str]:
     """Return what differs after Hugging Face → ptf → Hugging Face, tensor by tensor, byte by byte."""
     with tempfile.TemporaryDirectory() as base:
         back = Path(base) / "back"
-        bridge.save_hf(bridge.hf_tensors(ours), directory, back, writes=True)
+        save_hf(ours.hf_tensors(), directory, back, writes=True, carried=ours.carried(directory))
         aliases = ours.family.aliases
         with TensorFiles(directory, aliases) as before, TensorFiles(back, aliases) as after:
             # a tied checkpoint may store its embedding twice

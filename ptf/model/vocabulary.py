@@ -8,7 +8,7 @@ before any is added.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,9 +17,12 @@ from torch import Tensor
 
 from ptf import storage
 from ptf.errors import UserError
-from ptf.model import bridge, hf_backend
+from ptf.model import hf_backend
 from ptf.model.components import FILES, OWN
-from ptf.model.families import MODULES, Family, family_of
+from ptf.model.families import MODULES, family_of
+from ptf.model.model import Model
+from ptf.model.model_files import read_config
+from ptf.model.model_writer import save_hf
 from ptf.model.tensor_files import TensorFiles
 
 SIZES = ("vocab_size", "vocab_size_per_layer_input")  # in config.json
@@ -57,7 +60,7 @@ def rows(config: Mapping[str, Any]) -> int:
 
 def raise_if_larger_tokenizer(directory: Path, tokenizer: str, ids: int) -> None:
     """Raise UserError if the tokenizer has ids that the model has no rows for."""
-    if ids > (model_rows := rows(bridge.read_config(directory))):
+    if ids > (model_rows := rows(read_config(directory))):
         raise UserError(
             f"the tokenizer in {tokenizer} has ids up to {ids - 1}, but the model in {directory} has rows for "
             f"{model_rows} tokens (vocab_size). If tokens were added to the tokenizer, use the one that the model was "
@@ -86,71 +89,36 @@ def read_vectors(file: str, tokens: int, width: int, tied: bool) -> dict[str, Te
     return vectors
 
 
-def extend(source: Path, directory: Path, tokenizer: str, new: NewRows, backend: Literal["ptf", "hf"] = "ptf") -> None:
-    """Write the checkpoint in `source` with rows for the new tokens, and with the extended tokenizer's files."""
-    config = bridge.read_config(source)
+def extend(source: Path, directory: Path, tokenizer: str, new: NewRows, model: Model) -> None:
+    """Write the checkpoint in `source` with rows for the new tokens, and with the extended tokenizer's files; `model`
+    was built for it."""
+    config = read_config(source)
     vocab = max([rows(config), *(i + 1 for i in new.ids)])
-    carried: Iterator[bridge.Carried] | None = None
-    if backend == "hf":
-        tensors, carried = _foreign_tensors(source, new, vocab)
-    else:
-        tensors = _tensors(source, family_of(config), new, vocab)
     text = dict(config.get("text_config", config))
     text |= {key: vocab for key in SIZES if key == "vocab_size" or key in text}
-    bridge.save_hf(
-        tensors,
+    save_hf(
+        _tensors(source, new, vocab, model),
         source,
         directory,
         writes=True,
         tokenizer=tokenizer,
         config={**config, "text_config": text} if "text_config" in config else text,
-        carried=carried,
+        carried=model.carried(source),
     )
 
 
-def _tensors(source: Path, family: Family, new: NewRows, vocab: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the checkpoint but those that `save_hf` carries over by itself."""
-    tables = {
-        family.prefix + mapping.theirs(0)[0]: mapping.ours[0].removesuffix(".weight")
-        for mapping in family.mappings
-        if mapping.ours[0] in ("embed.weight", "head.weight")
-    }
-    config = bridge.read_config(source)
-    copies = {name for name, which in tables.items() if which == "head" and family.config(config).tied}
-    with TensorFiles(source, family.aliases) as files:
-        for name in sorted(n for n in files.names - copies if not family.carries(n, config)):
+def _tensors(source: Path, new: NewRows, vocab: int, model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the checkpoint but those that are carried over."""
+    with TensorFiles(source, model.aliases) as files:
+        tables = model.vocabulary_tables(files.names)
+        copies = {name for name, which in tables.items() if which == "head" and model.config.tied}
+        for name in sorted(files.names - copies - model.carried_names(files)):
             tensor = files[name]
             yield name, table(tensor, tables[name], new, vocab) if name in tables else tensor
     for file in (source / name for name in FILES.values()):
         if file.is_file():
             with safe_open(file, "pt") as own:
                 yield from ((OWN + name, own.get_tensor(name)) for name in own.keys())  # noqa: SIM118
-
-
-def _foreign_tensors(
-    source: Path, new: NewRows, vocab: int
-) -> tuple[Iterator[tuple[str, Tensor]], Iterator[bridge.Carried]]:
-    """Return the tensors of a checkpoint of transformers (`model.backend: hf`), and those outside its language model.
-
-    Raise UserError for a model that takes ids after its last token for images and sounds.
-    """
-    model = hf_backend.build(source, head="lm")
-    if model.table_rows < model.config.vocab:
-        raise UserError(
-            f"model.tokens: in {model.hf.config.model_type} ids from {model.table_rows} on stand for images and "
-            "sounds, so it has none for new tokens; use its unused tokens"
-        )
-    tables = hf_backend.vocabulary_tables(model)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        with TensorFiles(source) as files:
-            renamed = model.renamed(files.names)
-            for name in sorted(files.names - model.carried_names(files.names)):
-                tensor = files[name]
-                which = tables.get(renamed.get(name, ""))
-                yield name, tensor if which is None else table(tensor, which, new, vocab)
-
-    return tensors(), model.carried(source)
 
 
 def table(old: Tensor, which: str, new: NewRows, vocab: int) -> Tensor:

@@ -4,7 +4,6 @@ the trained model."""
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from ptf.compute.world import World
 from ptf.config import Job
@@ -12,10 +11,10 @@ from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import model_files
+from ptf.model.backends import backend_of
 from ptf.model.components import FILES
-from ptf.model.hf_adapters import HFPeftFormat
-from ptf.model.model_directory import TENSORS, AdapterDirectory
+from ptf.model.model_directory import AdapterDirectory
 from ptf.model.reference import export_difference, export_rounding, head_difference
 from ptf.model.rounding import bound_of
 from ptf.model.scalar import is_scalar
@@ -25,7 +24,6 @@ from ptf.train.export import probe, probe_of
 from ptf.train.export_settings import padding_id
 from ptf.train.job_tokenizer import rendered
 from ptf.train.model_source import StartingModel
-from ptf.train.trainer import load_model
 
 
 def model_difference(job: Job, run: Path, model: Path) -> float:
@@ -40,11 +38,11 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
             f"The directory has the whole model, those tensors in {FILES['layers.']}: "
             "to continue training from it, use the same model.replace"
         )
-    base = job.model.tokenizer or str(bridge.locate(job.model.path, verify_up_to=job.verify_bytes))
+    base = job.model.tokenizer or str(model_files.locate(job.model.path, verify_up_to=job.verify_bytes))
     trained = rendered(job, tokenizer_of(base, job.model.tokens), run)
     served = Tokenizer.load(str(model))
     served.rendering = trained.rendering  # not compared: a template may render the date, which differs when served
-    config, kept = bridge.read_config(model), probe_of(run)
+    config, kept = model_files.read_config(model), probe_of(run)
     if is_scalar(config):
         trained.pad_with(padding_id(trained, config))
     if changed := trained.differences(served):
@@ -56,7 +54,7 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
         difference = head_difference(model, kept["tokens"], kept["values"], layer_factory_of(job.model))
     else:
         difference = export_difference(model, kept["tokens"], kept["logprobs"], trained.stop_ids)
-    whole = job.train.precision == "fp32" and bridge.export_dtype(model) == torch.float32
+    whole = job.train.precision == "fp32" and model_files.export_dtype(model) == torch.float32
     bound = LOGPROB_TOLERANCE["fp32" if whole else "bf16"]
     if not whole and "logprobs" in kept:
         bound = bound_of(difference, bound, lambda: export_rounding(model, kept["tokens"]))
@@ -78,15 +76,12 @@ def adapter_difference(job: Job, run: Path, adapter: Path) -> float:
     stored = AdapterDirectory.read(adapter)
     kept = {name: value for name, value in probe_of(run).items() if name in ("tokens", "logprobs", "values")}
     head = "scalar" if "values" in kept else "lm"
-    if spec.backend == "hf":
-        model = load_model(base, World(), spec, seed=0, precision="fp32", head=head, frozen=True)
-        HFPeftFormat(model).copy(load_file(adapter / TENSORS).__getitem__)
-    else:
-        factory = stored.factory(base, layer_factory_of(without_adapters(spec)))
-        model = bridge.load(base, head=head, factory=factory)
-        stored.fill(model.eval())
+    factory = stored.factory(base, layer_factory_of(without_adapters(spec)), spec.backend)
+    model = backend_of(spec.backend).build(base, head=head, factory=factory).requires_grad_(False).eval()
+    model.give_weights(base, World().device)
+    stored.fill(model)
     # beside weights in four bits the probe is that of the merged model, in the dtype of the checkpoint
-    rounded = job.model.quantization is not None and bridge.export_dtype(base) != torch.float32
+    rounded = job.model.quantization is not None and model_files.export_dtype(base) != torch.float32
     bound, found = LOGPROB_TOLERANCE["bf16" if rounded else job.train.precision], probe(model, World(), kept["tokens"])
     if bound == LOGPROB_TOLERANCE["bf16"]:
         error = difference_of(kept, found)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.model.scalar import Scalar
 
 
@@ -40,12 +40,12 @@ def ends(batch: Batch) -> Tensor:
     return positions.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, positions, "amax")[1:]
 
 
-def last_values(model: Decoder, batch: Batch) -> Tensor:
+def last_values(model: Model, batch: Batch) -> Tensor:
     """Return the output of a model with a scalar head at each document's last token: [documents], fp32."""
     return values_at(model, batch, ends(batch))
 
 
-def values_at(model: Decoder, batch: Batch, positions: Tensor) -> Tensor:
+def values_at(model: Model, batch: Batch, positions: Tensor) -> Tensor:
     """Return the output of a model with a scalar head at these indices of the flattened sequences, in fp32."""
 
     def head_fn(x: Tensor, head: Scalar) -> Tensor:

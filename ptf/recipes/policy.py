@@ -14,7 +14,7 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.trajectory import Trajectory
 from ptf.model.chunked import TokenLogprobs, sampled_from, surrogate, token_logprobs
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes.advantages import overlong_penalty
 from ptf.recipes.documents import sums
 from ptf.recipes.online import OnlineConfig, RewardedConfig
@@ -70,7 +70,7 @@ class ClippedPolicy(Recipe):
         """Return the estimated KL to the reference of each token, [B, T]; None without a reference."""
         return None
 
-    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
         if self.can_fuse_policy_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
@@ -118,7 +118,7 @@ class ClippedPolicy(Recipe):
             or self.kl_weight
         )
 
-    def loss_at_ratio_one(self, model: Decoder, batch: Batch) -> tuple[Tensor, Metrics]:
+    def loss_at_ratio_one(self, model: Model, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return what `loss` returns, for a batch with `can_fuse_policy_gradient`."""
         coefficients = batch.token_columns["advantages"] * self.token_coefficients(batch)
         head_fn = partial(surrogate, **sampled_from(batch, self.context.processing), coefficients=coefficients)

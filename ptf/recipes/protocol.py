@@ -16,7 +16,7 @@ from ptf.data.batch import Batch
 from ptf.data.document import PackUnit
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
 # Each is a sum, which is divided by the denominator. Of a name that ends with `_max`, the largest value counts: of all
@@ -79,7 +79,7 @@ class Recipe:
         the trained tokens, by their weights."""
         return batch.loss_weights.sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the loss and the metrics as sums, which the step divides by the denominator of all workers; of a
         metric whose name ends with `_max`, the largest value of all batches and workers counts instead."""
         raise NotImplementedError(f"{type(self).__name__} has no method `loss(model, batch, frozen_models)`")
@@ -112,7 +112,7 @@ class Recipe:
         return ()
 
     def precomputed_columns(
-        self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
+        self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]
     ) -> Mapping[str, Tensor]:
         """Return columns aligned with the targets, [B, T] or [B, T, k]; losses read them from `Batch.token_columns`."""
         raise NotImplementedError(f"{type(self).__name__} has nothing to precompute")
@@ -122,7 +122,7 @@ class Recipe:
         """Whether a score is the log-odds of a probability, so that its calibration is measured by `judgements`."""
         return False
 
-    def judgements(self, model: Decoder, batch: Batch) -> Tensor:
+    def judgements(self, model: Model, batch: Batch) -> Tensor:
         """Return predicted scores, labels and lengths of the scored responses: [3, responses]."""
         raise NotImplementedError(f"{type(self).__name__} scores no responses")
 

@@ -1,5 +1,6 @@
 """What a rollout engine is started with, and the start of the one that `rollout.engine` names."""
 
+import importlib
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from ptf.compute.offload import own_file
 from ptf.compute.world import World
 from ptf.config import Plugin, plugin
+from ptf.config.backends import BACKENDS
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import RolloutEngine
@@ -65,11 +67,10 @@ class EngineSettings:
         )
 
     def _native(self, world: World, dtype: torch.dtype) -> RolloutEngine:
-        from ptf.rl.engines.hf_native import HFNativeEngine
-        from ptf.rl.engines.native import PREFILL_TOKENS, NativeEngine
+        from ptf.rl.engines.native import PREFILL_TOKENS
 
-        foreign = self.model is not None and self.model.backend == "hf"
-        return (HFNativeEngine if foreign else NativeEngine)(
+        module, _, kind = BACKENDS[self.model.backend if self.model else "ptf"].engine.partition(":")
+        return getattr(importlib.import_module(module), kind)(
             self.directory,
             device=world.device,
             dtype=dtype,

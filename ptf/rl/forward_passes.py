@@ -20,7 +20,7 @@ from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
 from ptf.data.prefixes import pack_shared
 from ptf.model.chunked import sampled_from, token_logprobs
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.model.sampling import LogitsProcessing
 from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.workspace import progress
@@ -53,14 +53,14 @@ def packed_batches(
         yield sequences[i * each : (i + 1) * each], (batches[i] if i < len(batches) else idle).to(world.device)
 
 
-def packer_of(model: Decoder) -> Callable[[Sequence[PackUnit], int], list[list[PackUnit]]]:
+def packer_of(model: Model) -> Callable[[Sequence[PackUnit], int], list[list[PackUnit]]]:
     """Return the function that packs samples into sequences for this model."""
     return pack_shared if model.supports_shared_prefixes else pack_all
 
 
 @torch.no_grad()
 def per_token(
-    model: Decoder,
+    model: Model,
     samples: Sequence[Document],
     world: World,
     head_fn: Callable[[Batch, Tensor, Any], Tensor],
@@ -88,10 +88,10 @@ def per_token(
 
 @torch.no_grad()
 def per_document(
-    model: Decoder,
+    model: Model,
     samples: Sequence[Document],
     world: World,
-    find: Callable[[Decoder, Batch], Tensor],
+    find: Callable[[Model, Batch], Tensor],
     *,
     seq_len: int,
     micro_batch_sequences: int,
@@ -109,7 +109,7 @@ def per_document(
 
 
 def sample_logprobs(
-    model: Decoder,
+    model: Model,
     samples: Sequence[Document],
     world: World,
     *,

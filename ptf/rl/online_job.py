@@ -18,8 +18,8 @@ from ptf.data.trajectory import Prompt
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue
+from ptf.model.backends import backend_of
 from ptf.model.sampling import LogitsProcessing
-from ptf.model.sizes import sizes_of
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.rl.cluster import RoleSpec
@@ -69,7 +69,7 @@ class OnlineJob:
         recipe, processing = with_logits_processing(recipe, job.rollout, trie)
         start = start.with_weights()
         held_out = _held_out(job, tokenizer, trie, start.directory)
-        sizes = sizes_of(start.directory, job.model.backend)
+        sizes = backend_of(job.model.backend).decoder_config(start.directory)
         if text := sizes.beyond(job.data.seq_len):
             print(f"a response's context of {text}", flush=True)
         experts = sizes.moe is not None
@@ -142,7 +142,9 @@ class OnlineJob:
             train=job.train,
             seed=job.seed,
             # its tokenizer and template may give more tokens than the policy's
-            seq_len=min(sizes_of(source.directory, source.section.backend).max_positions, 2 * job.data.seq_len),
+            seq_len=min(
+                backend_of(source.section.backend).decoder_config(source.directory).max_positions, 2 * job.data.seq_len
+            ),
         )
 
 

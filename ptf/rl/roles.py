@@ -24,10 +24,8 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.document import Document, PackUnit
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.model.fused import attention_of
 from ptf.model.lora import adapters_off
-from ptf.model.peft_format import format_of
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.model.sharding import compilation
 from ptf.recipes.documents import last_values
@@ -261,7 +259,7 @@ class Learner(ModelRole):
         With `adapter`, the tensors are those of the adapter, by PEFT's names. The buckets are in memory, or in files
         under `directory`. Raises UserError if PEFT's format cannot store all trained parameters.
         """
-        form = format_of(self.model) if adapter else None
+        form = self.model.peft() if adapter else None
         if form and (obstacles := form.obstacles()):
             raise UserError(f"rollout.lora_sync: an adapter cannot hold {abbreviated(obstacles)}; use merged")
         tensors = form.tensors() if form else self._sent_tensors()
@@ -282,7 +280,7 @@ class Learner(ModelRole):
         if self.sender is None and (transport.from_every_rank or self.world.leads):
             self.sender = transport.sender(self.world.device, engines, timeout_s)
         offers = tuple(offer for offer in self.world.all_gather_object(self.sender and self.sender.offer) if offer)
-        names = bridge.hf_names(self.model)
+        names = self.model.hf_names()
         transfer = Transfer(transport, version, frozenset(names), offers, engines, timeout_s)
         return transfer, Manifest(version, dict.fromkeys(sorted(names), ""))
 
@@ -298,8 +296,8 @@ class Learner(ModelRole):
 
     def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by Hugging Face name, rounded to the dtype that the engines compute in."""
-        exact = bridge.exact_names(self.model)
-        for name, tensor in bridge.hf_tensors(self.model):
+        exact = self.model.exact_names()
+        for name, tensor in self.model.hf_tensors():
             rounded = self.settings.train.precision == "bf16" and tensor.dtype == torch.float32 and name not in exact
             yield name, tensor.to(torch.bfloat16) if rounded else tensor
 

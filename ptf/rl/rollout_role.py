@@ -12,8 +12,8 @@ from ptf.config.sections.rollout import RolloutConfig, SourcePlugin
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trie import Trie
 from ptf.errors import UserError
+from ptf.model.backends import backend_of
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
-from ptf.model.sizes import sizes_of
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import RoleSpec
 from ptf.rl.engine_settings import EngineSettings
@@ -65,7 +65,7 @@ def sampler_spec(
     if engine == "vllm":
         key = "rollout.engine" if for_training else "evaluate.engine"
         raise_if_wrong(key, config_of(directory), job.train.precision, synced=for_training and not adapter)
-    shape = sizes_of(directory, job.model.backend)
+    shape = backend_of(job.model.backend).decoder_config(directory)
     positions = shape.max_positions
     if length > positions:
         raise UserError(

@@ -13,7 +13,7 @@ from ptf.config import Job
 from ptf.data.response_record import response_record
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
-from ptf.model import bridge, matrix_product
+from ptf.model import matrix_product, model_files
 from ptf.rl.cluster import RoleGroup
 from ptf.rl.rewards.by_source import Rewards, score_groups
 from ptf.workspace import progress
@@ -34,7 +34,7 @@ def affordable(prompts: Prompts, job: Job, directory: Path, models: int, samples
     """
     config, gpu = job.evaluate, computes_on_gpu(job.compute)
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    flops = 2 * weights / bridge.export_dtype(directory).itemsize  # of a token
+    flops = 2 * weights / model_files.export_dtype(directory).itemsize  # of a token
     samples, read = samples or config.samples, sum(map(len, prompts.values()))
 
     def tokens() -> int:

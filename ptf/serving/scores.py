@@ -14,7 +14,7 @@ from ptf.data.encode import answered
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult
 from ptf.errors import UserError
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.model.scalar import Scalar
 from ptf.recipes.documents import ends
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
@@ -30,7 +30,7 @@ FORMS = "give `messages` that end with the assistant's (or a list of such conver
 class ScoreService(BatchedService[tuple[Any, Any, Any], tuple[float, int] | NoResult]):
     """Scores conversations of at most `max_length` tokens. A score does not depend on what is scored beside it."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, name: str, device: torch.device, max_length: int) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, name: str, device: torch.device, max_length: int) -> None:
         super().__init__(name, IN_A_BATCH)
         self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
         self.world = World(device=device)
@@ -93,7 +93,7 @@ def conversations_of(given: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return found
 
 
-def last_value(model: Decoder, batch: Batch) -> Tensor:
+def last_value(model: Model, batch: Batch) -> Tensor:
     """Return the head's value at the last token of each document, [documents]."""
     positions = ends(batch)
 
@@ -105,7 +105,7 @@ def last_value(model: Decoder, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def raise_if_not_scalar(model: Decoder, device: torch.device, name: str) -> None:
+def raise_if_not_scalar(model: Model, device: torch.device, name: str) -> None:
     """Raise UserError unless the model's own head has one output at each position."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
     out = model(tokens, torch.arange(2, device=device)[None], torch.zeros_like(tokens), lambda x, head: head(x))

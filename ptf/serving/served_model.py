@@ -18,8 +18,8 @@ from ptf.events.serialize import HistorySerializer
 from ptf.model import bridge
 from ptf.model.components import FILES
 from ptf.model.config import DecoderConfig
-from ptf.model.decoder import Decoder
 from ptf.model.layers import LayerFactory
+from ptf.model.model import Model
 from ptf.model.model_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine, served_dtype
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
@@ -167,11 +167,9 @@ def max_length_of(config: DecoderConfig, options: ServingOptions) -> int:
 
 def load_decoder(
     directory: ServedDirectory, head: Literal["lm", "scalar"], factory: LayerFactory | None, device: torch.device
-) -> Decoder:
+) -> Model:
     """Return a model whose weights are those of the directory. Raises UserError if some of them are missing."""
     model = bridge.build(directory.base, head=head, factory=factory)
-    bridge.materialize(model, device)
-    missing = bridge.load_hf(model, directory.base)
-    if missing:
+    if missing := model.give_weights(directory.base, device):
         raise UserError(f"{directory.base} cannot be served: it has no {', '.join(missing)}")
     return model.to(served_dtype(directory.base, device)).requires_grad_(False).eval()

@@ -17,17 +17,17 @@ from ptf.compute.world import World
 from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
-from ptf.model import bridge, rounding
-from ptf.model.decoder import Decoder
+from ptf.model import model_files, rounding, sharded_tensor
 from ptf.model.lora import whole
-from ptf.model.peft_format import format_of, save
+from ptf.model.model import Model
+from ptf.model.peft_format import save
 from ptf.storage.hub import at_revision
 from ptf.train.components import abbreviated, without_adapters
 from ptf.train.export import probe, probe_of, write_probe
 from ptf.train.trainer import load_model
 
 
-def export_adapter(model: Decoder, source: Path, merged: Path, world: World, spec: ModelConfig, precision: str) -> None:
+def export_adapter(model: Model, source: Path, merged: Path, world: World, spec: ModelConfig, precision: str) -> None:
     """Check `merged`, the exported model, and write the adapter of the base model in `source` beside it.
 
     Every rank calls it; the check needs memory for one more model. If PEFT's format cannot hold some tensors, they are
@@ -37,11 +37,11 @@ def export_adapter(model: Decoder, source: Path, merged: Path, world: World, spe
     trained = probe(model, world, probe_of(merged.parent)["tokens"])
     head = "scalar" if model.config.head == "scalar" else "lm"
 
-    def load(directory: Path, section: ModelConfig, precision: str) -> Decoder:
+    def load(directory: Path, section: ModelConfig, precision: str) -> Model:
         pretrained = section.model_copy(update={"init": "pretrained"})
         return load_model(directory, world, pretrained, seed=0, precision=precision, head=head, frozen=True)
 
-    def checked(directory: Path, loaded_in: Callable[[str], Decoder], bound: float) -> float:
+    def checked(directory: Path, loaded_in: Callable[[str], Model], bound: float) -> float:
         """Return the difference, of which the model's own rounding is allowed if it is beyond the bound."""
 
         def probed(precision: str) -> dict[str, list]:
@@ -59,7 +59,7 @@ def export_adapter(model: Decoder, source: Path, merged: Path, world: World, spe
     else:
         plain = without_adapters(spec)
         checked(merged, lambda precision: load(merged, plain, precision), _tolerance(merged, precision))
-    form = format_of(model)
+    form = model.peft()
     if obstacles := form.obstacles():
         if world.leads:
             print(
@@ -73,9 +73,9 @@ def export_adapter(model: Decoder, source: Path, merged: Path, world: World, spe
     save(form.tensors(), form.config(base_name(spec, source)), unchecked, writes=world.leads)
     world.barrier()
 
-    def adapted(precision: str) -> Decoder:
+    def adapted(precision: str) -> Model:
         base = load(source, spec, precision)
-        format_of(base).copy(load_file(unchecked / "adapter_model.safetensors").__getitem__)
+        base.peft().copy(load_file(unchecked / "adapter_model.safetensors").__getitem__)
         return base
 
     difference = checked(unchecked, adapted, LOGPROB_TOLERANCE[precision])
@@ -92,7 +92,7 @@ def export_adapter(model: Decoder, source: Path, merged: Path, world: World, spe
 
 
 def _check_unrounded(
-    model: Decoder, source: Path, merged: Path, world: World, spec: ModelConfig, trained: dict[str, list]
+    model: Model, source: Path, merged: Path, world: World, spec: ModelConfig, trained: dict[str, list]
 ) -> None:
     """Compare `merged`, loaded again, with the checkpoint in `source` and what was trained beside its rounded weights.
 
@@ -106,7 +106,7 @@ def _check_unrounded(
         section = section.model_copy(update={"init": "pretrained", "quantization": None})
         loaded = load_model(directory, World(), section, seed=0, precision="fp32", head=head, frozen=True)
         for name, value in values.items():
-            bridge.fill(loaded.get_parameter(name), value.__getitem__)
+            sharded_tensor.fill(loaded.get_parameter(name), value.__getitem__)
         found = probe(loaded, World(), trained["tokens"])
         del loaded
         gc.collect()  # modules refer to each other
@@ -127,7 +127,7 @@ def _check_unrounded(
 
 def _tolerance(merged: Path, precision: str) -> float:
     """Return the bound for an exported model that is computed in this precision: its file rounds, too."""
-    is_fp32 = precision == "fp32" and bridge.export_dtype(merged) == bridge.DTYPES["float32"]
+    is_fp32 = precision == "fp32" and model_files.export_dtype(merged) == model_files.DTYPES["float32"]
     return LOGPROB_TOLERANCE["fp32" if is_fp32 else "bf16"]
 
 
@@ -152,4 +152,4 @@ def difference_of(one: dict[str, list], other: dict[str, list]) -> float:
 def base_name(spec: ModelConfig, source: Path) -> str:
     """Return the base model's name for the adapter's config: `model.path`, or the run's own copy if the run added
     tokens or drew weights."""
-    return at_revision(spec.path)[0] if bridge.locate(spec.path, verify_up_to=None) == source else str(source)
+    return at_revision(spec.path)[0] if model_files.locate(spec.path, verify_up_to=None) == source else str(source)

@@ -23,14 +23,15 @@ from torch.distributed.tensor import DTensor
 from ptf.compute.mesh import Meshes
 from ptf.compute.meter import PEAKS
 from ptf.config import Job
+from ptf.config.backends import BACKENDS
 from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError, first_line
-from ptf.model import bridge
+from ptf.model import bridge, model_files
 from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import chunk_bytes
-from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
 from ptf.model.hub import is_id
+from ptf.model.model import Model
 from ptf.model.quantised_weights import quantised_weights, weight_shapes
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize
@@ -290,8 +291,8 @@ def budget(
 def _raise_if_unknown(job: Job, gpu: str) -> None:
     if gpu not in PEAKS:
         raise UserError(f"ptf plan has no speed for the GPU {gpu}; it has {', '.join(PEAKS)}")
-    if job.model.backend == "hf":
-        raise UserError("ptf plan counts ptf's own decoder only; model.backend is hf")
+    if not BACKENDS[job.model.backend].planned:
+        raise UserError(f"ptf plan counts ptf's own decoder only; model.backend is {job.model.backend}")
 
 
 def _sequences_of_step(job: Job, ranks: int) -> int:
@@ -355,7 +356,7 @@ def frozen_memory(
 
 
 def _frozen_model(
-    frozen_model: FrozenModelSpec, role: str, model: Decoder, mesh: DeviceMesh | None, precision: str
+    frozen_model: FrozenModelSpec, role: str, model: Model, mesh: DeviceMesh | None, precision: str
 ) -> tuple[_Sizes | None, Flops]:
     """Return a frozen model's sizes (None if they are the model's) and the FLOPs of its forward pass."""
     if frozen_model.same_architecture:
@@ -392,7 +393,7 @@ def config_directory(path: str) -> Path:
     Raises UserError if there is none.
     """
     if "://" in path or Path(path).is_dir() or not is_id(path):
-        return bridge.locate(path, verify_up_to=None)
+        return model_files.locate(path, verify_up_to=None)
     from huggingface_hub import hf_hub_download
 
     id, revision = at_revision(path)
@@ -407,7 +408,7 @@ def config_directory(path: str) -> Path:
         ) from error
 
 
-def _layers(model: Decoder, dtype: torch.dtype, tensor: int, *, compiled: bool) -> list[ActivationBytes]:
+def _layers(model: Model, dtype: torch.dtype, tensor: int, *, compiled: bool) -> list[ActivationBytes]:
     """Return the activation memory of every layer; each kind of layer is measured once."""
     by_kind: dict[object, ActivationBytes] = {}
     c = model.config
@@ -420,7 +421,7 @@ def _layers(model: Decoder, dtype: torch.dtype, tensor: int, *, compiled: bool) 
     return measured
 
 
-def _sizes(model: Decoder, *, eight_bit: bool = False) -> _Sizes:
+def _sizes(model: Model, *, eight_bit: bool = False) -> _Sizes:
     def here(p: torch.Tensor) -> int:
         return (p.to_local() if isinstance(p, DTensor) else p).numel()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from ptf.config import plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
-from ptf.model.components import file_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.train.trainable import matches
@@ -66,17 +65,11 @@ def abbreviated(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 
-def report(directory: Path, new: Sequence[str], own: Sequence[str]) -> None:
-    """Print which tensors the checkpoint lacked, and which ones have no Hugging Face name."""
+def report(directory: Path, new: Sequence[str], notes: Sequence[str]) -> None:
+    """Print which tensors the checkpoint lacked, and the model's `notes`."""
     if new:
         print(
             f"model: these tensors are not in {directory} and are drawn from the seed: {abbreviated(new)}", flush=True
         )
-    if own:
-        files = ", ".join(sorted({file_of(name) for name in own}))
-        print(
-            f"model: these tensors have no Hugging Face name: {abbreviated(own)}. "
-            f"Exports hold them in {files} beside model.safetensors. ptf loads both files; transformers and vLLM "
-            "load only the latter, so publishing as a plain Hugging Face model is refused if a layer is your own",
-            flush=True,
-        )
+    for note in notes:
+        print(note, flush=True)

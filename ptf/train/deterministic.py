@@ -18,7 +18,7 @@ from ptf.compute.world import World
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes.protocol import Recipe
 from ptf.train.trainer import Means, Trainer, is_largest, same_kernels
 
@@ -29,7 +29,7 @@ class DeterministicTrainer(Trainer):
     """A trainer whose result does not depend on the number of ranks; the model is whole on every rank, and batches hold
     one sequence each."""
 
-    def __init__(self, model: Decoder, world: World, *args: Any) -> None:
+    def __init__(self, model: Model, world: World, *args: Any) -> None:
         super().__init__(model, world, *args)
         same_kernels(model.kernels, world)  # each rank loaded a model of its own
         torch.set_num_threads(1)  # the order of additions depends on the number of threads
@@ -95,7 +95,7 @@ class DeterministicTrainer(Trainer):
 
 
 def trainer_of(
-    train: TrainConfig, model: Decoder, world: World, frozen_models: Mapping[str, Decoder] | None = None
+    train: TrainConfig, model: Model, world: World, frozen_models: Mapping[str, Model] | None = None
 ) -> Trainer:
     """Build the trainer of the job: the deterministic one if `train.deterministic` is set."""
     return (DeterministicTrainer if train.deterministic else Trainer)(model, world, train, frozen_models)

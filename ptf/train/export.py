@@ -18,9 +18,9 @@ from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.document import Document
 from ptf.data.tokenizer import Tokenizer
-from ptf.model import bridge
+from ptf.model import model_files, model_writer
 from ptf.model.chunked import sampled_from, token_logprobs
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.model.scalar import Scalar
 from ptf.storage import file_verification
 from ptf.train.components import abbreviated
@@ -30,16 +30,14 @@ MODEL, PROBE = "model", "probe.json"  # in the run's directory
 ADVICE = "run the train stage again: it continues from the last checkpoint and exports again"
 
 
-def probe_tokens(model: Decoder, length: int = 64) -> np.ndarray:
+def probe_tokens(model: Model, length: int = 64) -> np.ndarray:
     """Return fixed tokens, as many as the model has positions for: int32 [length]."""
     n = min(length, model.config.max_positions)
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab, n).astype(np.int32)
-    if isinstance(model, Decoder):
-        return tokens
-    return np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)  # hf_backend.py
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab, n)
+    return np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)
 
 
-def ended_tokens(model: Decoder, end: int, pad: int) -> np.ndarray:
+def ended_tokens(model: Model, end: int, pad: int) -> np.ndarray:
     """Return the probe's tokens as a reward model reads them: without padding, and with the end of a response at their
     end and in their middle."""
     tokens = probe_tokens(model)
@@ -49,7 +47,7 @@ def ended_tokens(model: Decoder, end: int, pad: int) -> np.ndarray:
 
 
 @torch.no_grad()
-def probe(model: Decoder, world: World, tokens: Sequence[int] | np.ndarray | None = None) -> dict[str, list]:
+def probe(model: Model, world: World, tokens: Sequence[int] | np.ndarray | None = None) -> dict[str, list]:
     """Return tokens, by default `probe_tokens`, and the model's log-prob of each given the tokens before it; for
     another head than the language model's, the head's `values` at each token."""
     tokens = probe_tokens(model) if tokens is None else np.asarray(tokens, np.int32)
@@ -65,7 +63,7 @@ def _batch(tokens: np.ndarray, world: World) -> Batch:
 
 
 @torch.no_grad()
-def logprobs_of(model: Decoder, tokens: np.ndarray, world: World) -> torch.Tensor:
+def logprobs_of(model: Model, tokens: np.ndarray, world: World) -> torch.Tensor:
     """Return the model's log-probs of tokens 1…n−1, on the CPU."""
     batch = _batch(tokens, world)
     head_fn = partial(token_logprobs, **sampled_from(batch))
@@ -78,32 +76,30 @@ def head_output(x: torch.Tensor, head: Any) -> torch.Tensor:
     return head.values(x) if isinstance(head, Scalar) else head(x)
 
 
-def export(model: Decoder, source: Path, directory: Path, world: World, tokenizer: str) -> None:
+def export(model: Model, source: Path, directory: Path, world: World, tokenizer: str) -> None:
     """Write the model to `directory`, in the run, and its probe beside it as `probe.json`. Every rank calls it.
 
     The directory appears only when it is complete.
     """
     loaded, place, tokens = Tokenizer.load(tokenizer), Path(tokenizer), None
-    config, files = bridge.read_config(source), generation_files(source, loaded, place)
+    config, files = model_files.read_config(source), generation_files(source, loaded, place)
     if model.config.head == "scalar":
-        config = classifier_config(source, loaded)
+        config = classifier_config(source, loaded) | model.config_changes()
         pad = config["pad_token_id"]
         tokens = ended_tokens(model, next(iter(loaded.stop_ids), int(not pad)), pad)
         files |= padding_files(place, loaded.hf.convert_ids_to_tokens(pad)) if pad != loaded.hf.pad_token_id else {}
-        if not isinstance(model, Decoder):  # hf_backend.py
-            config["architectures"] = [type(model.hf).__name__]
     values = probe(model, world, tokens)
     if world.leads:
         write_probe(directory, values)
-    bridge.save_hf(
-        bridge.hf_tensors(model, source),
+    model_writer.save_hf(
+        model.hf_tensors(source),
         source,
         directory,
         writes=world.leads,
         tokenizer=tokenizer,
         config=config,
         manifest=file_verification.of_run(directory),
-        carried=bridge.carried_tensors(model, source),
+        carried=model.carried(source),
         files=files,
     )
     if world.leads:
@@ -114,7 +110,7 @@ def export(model: Decoder, source: Path, directory: Path, world: World, tokenize
 def beside(source: Path, directory: Path) -> str:
     """Say how an export differs from the directory that it was made from: in names and dtypes of tensors, and in chat
     templates."""
-    before, after = bridge.stored_dtypes(source), bridge.stored_dtypes(directory)
+    before, after = model_files.stored_dtypes(source), model_files.stored_dtypes(directory)
     if not before:
         return f"{source} has no tensors to compare with"
     theirs, ours = _templates(source), _templates(directory)

@@ -9,7 +9,7 @@ from typing import Any
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tokenizer_files import read_stop_ids
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import model_files
 from ptf.model.scalar import as_scalar
 
 
@@ -25,7 +25,7 @@ def generation_files(source: Path, tokenizer: Tokenizer, place: Path) -> dict[st
         copied = json.loads(file.read_text()) if file.is_file() else copied
         settings |= copied
     if not copied:  # transformers then reads these in config.json
-        config = bridge.read_config(source)
+        config = model_files.read_config(source)
         settings = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
     named = settings.get("eos_token_id")
     stops = dict.fromkeys([*tokenizer.stop_ids, *read_stop_ids(str(source), None, True)])
@@ -57,7 +57,7 @@ def padding_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int:
 
 def classifier_config(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the config.json of a reward model that is trained from `source`. Raises UserError if there is none."""
-    config = bridge.read_config(source)
+    config = model_files.read_config(source)
     return as_scalar(config, padding_id(tokenizer, config))
 
 

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError, first_line
-from ptf.model import bridge
-from ptf.model.decoder import Decoder
+from ptf.model import model_files
+from ptf.model.model import Model
 from ptf.model.reference import quiet, reference
 from ptf.model.rounding import bound_of
 from ptf.train.export import logprobs_of
@@ -30,7 +30,7 @@ TOLERANCE = {"fp32": 2e-4, "bf16": 5e-2}  # of the loss, or of 1 nat
 
 
 def compare_with_transformers(
-    model: Decoder, directory: Path, spec: ModelConfig, row: Sequence[int], world: World, precision: str
+    model: Model, directory: Path, spec: ModelConfig, row: Sequence[int], world: World, precision: str
 ) -> None:
     """Print transformers' loss of the first tokens of a row and ptf's; of a large model, those of its first layers,
     under its last norm and head. A model that is not compared is named with the reason, but for random weights.
@@ -53,7 +53,7 @@ def compare_with_transformers(
         print(f"model: {said}", flush=True)
 
 
-def _compared_layers(model: Decoder, spec: ModelConfig, tokens: np.ndarray) -> int | str:
+def _compared_layers(model: Model, spec: ModelConfig, tokens: np.ndarray) -> int | str:
     """Return how many layers are compared, or why none are."""
     reasons = {
         "its head is no language model's": model.config.head != "lm",
@@ -63,16 +63,16 @@ def _compared_layers(model: Decoder, spec: ModelConfig, tokens: np.ndarray) -> i
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         return found[0]
-    own, depth = spec.backend == "ptf", len(model.config.layers)
-    for count, most in ((depth, WHOLE), *([(min(LAYERS, depth), CUT)] if own else [])):
+    alone, depth = model.first_layers_stand_alone, len(model.config.layers)
+    for count, most in ((depth, WHOLE), *([(min(LAYERS, depth), CUT)] if alone else [])):
         left_out = sum(p.numel() for layer in model.layers[count:] for p in layer.parameters())
         if sum(p.numel() for p in model.parameters()) - left_out <= min(most, psutil.virtual_memory().available / 8):
             return count
-    return f"{f'even its first {LAYERS} layers are' if own else 'it is'} too large to be loaded twice"
+    return f"{f'even its first {LAYERS} layers are' if alone else 'it is'} too large to be loaded twice"
 
 
 def _compared(
-    model: Decoder, directory: Path, layers: int, tokens: np.ndarray, ours: float, precision: str
+    model: Model, directory: Path, layers: int, tokens: np.ndarray, ours: float, precision: str
 ) -> tuple[bool, str]:
     """Return whether the losses are the same, as far as they were compared, and what is said."""
     cut = layers < len(model.config.layers)
@@ -97,7 +97,7 @@ def _their_loss(directory: Path, tokens: np.ndarray, dtype: torch.dtype = torch.
 
 
 @contextlib.contextmanager
-def _first(layers: int, model: Decoder) -> Iterator[None]:
+def _first(layers: int, model: Model) -> Iterator[None]:
     """Have the other layers return what they are given. They stay in the model, which FSDP prepares at its first
     forward."""
     forwards = [(layer, layer.forward) for layer in model.layers[layers:]]
@@ -116,7 +116,7 @@ def _cut(directory: Path, layers: int) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as place:
         for file in directory.glob("*.safetensors*"):
             (Path(place) / file.name).symlink_to(file.resolve())
-        config = bridge.read_config(directory)
+        config = model_files.read_config(directory)
         text = config.get("text_config", config)
         text |= {k: v[:layers] for k, v in text.items() if isinstance(v, list) and len(v) == text["num_hidden_layers"]}
         text |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 0}

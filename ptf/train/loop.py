@@ -18,8 +18,8 @@ from ptf.config import Job, dump, loads, raise_if_fixed_keys_changed
 from ptf.data.batch import Batch
 from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
-from ptf.model.decoder import Decoder
 from ptf.model.fused import attention_of
+from ptf.model.model import Model
 from ptf.model.sharding import compilation
 from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
@@ -295,7 +295,7 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     )
 
 
-def announce(job: Job, world: World, model: Decoder, steps: int, plan: DataPlan | None = None) -> None:
+def announce(job: Job, world: World, model: Model, steps: int, plan: DataPlan | None = None) -> None:
     """Print the run's first lines: the steps, workers, device, attention and sizes, and with `plan` the passes."""
     if world.leads:
         config = model.config
@@ -304,7 +304,7 @@ def announce(job: Job, world: World, model: Decoder, steps: int, plan: DataPlan 
             f"train: {steps} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} tokens, "
             f"workers={world.size}, device={world.device}, "
             f"{job.train.precision}, attention={attention}, "
-            f"{compilation(job.model.backend == 'ptf' and job.train.compile, world.device, model.kernels)}, "
+            f"{compilation(model.supports_compilation and job.train.compile, world.device, model.kernels)}, "
             f"{len(config.layers)} layers × {config.dim}",
             flush=True,
         )

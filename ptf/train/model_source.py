@@ -20,11 +20,11 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.added import add, wanted
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import model_files
+from ptf.model.backends import backend_of, capable
 from ptf.model.config import DecoderConfig
-from ptf.model.decoder import Decoder
-from ptf.model.families import MODULES
-from ptf.model.sizes import sizes_of
+from ptf.model.model import Model
+from ptf.model.model_writer import save_hf
 from ptf.model.vocabulary import NewRows, extend, raise_if_larger_tokenizer, read_vectors, rows
 from ptf.recipes.protocol import FrozenModelSpec
 from ptf.storage import file_verification
@@ -49,18 +49,18 @@ class ModelSource:
     def of(
         cls, spec: FrozenModelSpec, role: str, model: ModelConfig, *, seed: int = 0, verify_up_to: float | None = None
     ) -> "ModelSource":
-        """Locate a model beside the one of the section `model`, and verify it as `bridge.locate` does. Raises UserError
-        if there is none.
+        """Locate a model beside the one of the section `model`, and verify it as `model_files.locate` does. Raises
+        UserError if there is none.
 
         One of the same architecture has the components of `model`; another one is ptf's own decoder, or of transformers
         where `model` is or ptf has not its family.
         """
         with _errors_of(role):
-            directory = bridge.locate(str(spec.path), verify_up_to=verify_up_to)
+            directory = model_files.locate(str(spec.path), verify_up_to=verify_up_to)
         if spec.same_architecture:
             return cls(model, directory, seed, role).checkpoint(directory)
-        foreign = model.backend == "hf" or bridge.read_config(directory).get("model_type") not in MODULES
-        return cls(ModelConfig(path=str(directory), backend="hf" if foreign else "ptf"), directory, seed, role)
+        section = ModelConfig(path=str(directory), backend=capable(directory, model.backend))
+        return cls(section, directory, seed, role)
 
     def checkpoint(self, directory: Path) -> "ModelSource":
         """Return another checkpoint of this model: with its components, without adapters."""
@@ -69,7 +69,7 @@ class ModelSource:
 
     def load(
         self, world: World, train: TrainConfig, head: Literal["lm", "scalar"] = "lm", *, frozen: bool = False
-    ) -> Decoder:
+    ) -> Model:
         """Load the model as a run with these settings does; all ranks of `world` share it (`load_model`)."""
         with _errors_of(self.role):
             return load_model(
@@ -85,7 +85,7 @@ class ModelSource:
                 frozen=frozen,
             )
 
-    def raise_if_unfit(self, head: Literal["lm", "scalar"]) -> Decoder:
+    def raise_if_unfit(self, head: Literal["lm", "scalar"]) -> Model:
         """Raise the UserError with which `load` would refuse the files; return the model without memory."""
         with _errors_of(self.role):
             return raise_if_unfit(self.directory, self.section, head)
@@ -129,10 +129,10 @@ class StartingModel(ModelSource):
         With `world`, all ranks call it: each downloads the model to its own machine, and the leading rank's directories
         are returned on all.
         """
-        located = bridge.locate(job.model.path, verify_up_to=job.verify_bytes)
+        located = model_files.locate(job.model.path, verify_up_to=job.verify_bytes)
 
         def written() -> StartingModel:
-            if bridge.unties(located):
+            if model_files.unties(located):
                 print(
                     f"model: {located} stores an output projection unlike its embedding: they are not tied, as in "
                     "transformers 5, though its config.json does not say so; exports say tie_word_embeddings: false",
@@ -167,9 +167,8 @@ class StartingModel(ModelSource):
         def make(part: Path) -> None:
             plain = without_adapters(self.section)
             drawn = load_model(self.directory, World(), plain, seed=self.seed, precision="fp32")
-            carried = bridge.carried_tensors(drawn, self.directory)
-            tensors = bridge.hf_tensors(drawn)
-            bridge.save_hf(tensors, self.directory, part, writes=True, tokenizer=self.tokenizer_path, carried=carried)
+            tensors, carried = drawn.hf_tensors(), drawn.carried(self.directory)
+            save_hf(tensors, self.directory, part, writes=True, tokenizer=self.tokenizer_path, carried=carried)
 
         start = made_once(self.run / "start", make)
         return replace(self, section=self.section.model_copy(update={"init": "pretrained"}), directory=start)
@@ -193,7 +192,7 @@ class StartingModel(ModelSource):
         """
         path, role, ours = other.directory, other.role, Tokenizer.load(self.tokenizer_path)
         if not (path / "tokenizer_config.json").exists():
-            its_rows, our_rows = rows(bridge.read_config(path)), rows(bridge.read_config(self.directory))
+            its_rows, our_rows = rows(model_files.read_config(path)), rows(model_files.read_config(self.directory))
             if not spec.same_architecture and its_rows != our_rows:
                 raise UserError(
                     f"{role}: {path} has no tokenizer, and {its_rows} vocabulary rows where the model has {our_rows}, "
@@ -215,11 +214,12 @@ class StartingModel(ModelSource):
             base = replace(self, section=without_head(self.section)).with_weights().directory
             larger = Tokenizer.load(self.tokenizer_path)
             raise_if_larger_tokenizer(base, self.tokenizer_path, larger.vocab_size)
-            new = added_rows(tokens, base, larger, self.section.backend)
+            model = backend_of(self.section.backend).build(base)
+            new = added_rows(tokens, model.config, larger)
             with scratch.directory(part) as tokenizer_copy:
                 larger.save(tokenizer_copy)
-                extend(base, part, str(tokenizer_copy), new, self.section.backend)
-            old_rows, new_rows = (rows(bridge.read_config(d)) for d in (base, part))
+                extend(base, part, str(tokenizer_copy), new, model)
+            old_rows, new_rows = (rows(model_files.read_config(d)) for d in (base, part))
             frozen = (
                 ""
                 if self.section.lora is None or self.section.trainable
@@ -245,11 +245,9 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
     return directory
 
 
-def added_rows(
-    tokens: TokensConfig, base: Path, tokenizer: Tokenizer, backend: Literal["ptf", "hf"] = "ptf"
-) -> NewRows:
-    """Add the tokens to the tokenizer, in place, and return the initial values of their rows in the model `base`."""
-    config = sizes_of(base, "hf") if backend == "hf" else bridge.build(base).config
+def added_rows(tokens: TokensConfig, config: DecoderConfig, tokenizer: Tokenizer) -> NewRows:
+    """Add the tokens to the tokenizer, in place, and return the initial values of their rows in a model of these
+    sizes."""
     old_size = tokenizer.vocab_size
     pieces = {text: tokenizer.encode(text) for text in wanted(tokens).values()} if tokens.init == "description" else {}
     new = add(tokenizer, tokens)
@@ -270,17 +268,17 @@ def load_frozen_models(
     by_role: Mapping[str, FrozenModelSpec],
     job: Job,
     start: StartingModel,
-    model: Decoder,
+    model: Model,
     world: World,
     model_world: World | None = None,
-) -> dict[str, Decoder]:
+) -> dict[str, Model]:
     """Load the frozen models, by role; all ranks of `world` call it, and those of `model_world` share one model.
 
     Where `model`, which was loaded from `start`, is the frozen model without its adapters (`needs_weights`), it serves
     as that and costs no memory. Raises UserError for a frozen model with another tokenizer, or with another
     architecture where it must have that of `model`.
     """
-    loaded: dict[str, Decoder] = {}
+    loaded: dict[str, Model] = {}
     for role, spec in by_role.items():
         if not needs_weights(spec, start.section):
             loaded[role] = model

@@ -17,7 +17,7 @@ from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.sources.rows import fingerprints, first_lines
 from ptf.data.tokenizer import Tokenizer
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe
 from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions
@@ -40,9 +40,9 @@ class Parts:
     recipe: Recipe
     source: StartingModel  # what `model` was loaded from
     tokenizer: Tokenizer
-    model: Decoder
+    model: Model
     model_world: World  # the ranks that share one model
-    frozen_models: Mapping[str, Decoder]
+    frozen_models: Mapping[str, Model]
     trainer: Trainer
     partitions: Partitions
     loader: Loader

@@ -36,7 +36,7 @@ from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import blocks_once
 from ptf.data.token_file import RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.train.batch_sharding import deal
 from ptf.train.components import without_adapters
@@ -48,7 +48,7 @@ from ptf.workspace import progress, scratch
 ROUND = 4  # micro-batches of each rank that are computed at once
 GROUP_BYTES = 128 << 20  # about the largest size of a row group
 
-Load = Callable[[Mapping[str, FrozenModelSpec]], dict[str, Decoder]]
+Load = Callable[[Mapping[str, FrozenModelSpec]], dict[str, Model]]
 
 
 def precompute_sources(
@@ -56,7 +56,7 @@ def precompute_sources(
     recipe: Recipe,
     tokenizer: Tokenizer,
     world: World,
-    model: Decoder,
+    model: Model,
     directory: Path,
     load: Load,
 ) -> Job:
@@ -87,7 +87,7 @@ def precompute_sources(
     return resolve(job, tokenized=directories)
 
 
-def _named(job: Job, recipe: Recipe, tokenizer: Tokenizer, model: Decoder, directory: Path) -> dict[str, str]:
+def _named(job: Job, recipe: Recipe, tokenizer: Tokenizer, model: Model, directory: Path) -> dict[str, str]:
     """Return the directory of each source; its key covers all that decides what is written there, and nothing else."""
     models = {
         role: _start(job, directory)
@@ -146,8 +146,8 @@ class _Precomputing:
         recipe: Recipe,
         tokenizer: Tokenizer,
         world: World,
-        model: Decoder,
-        frozen_models: Mapping[str, Decoder],
+        model: Model,
+        frozen_models: Mapping[str, Model],
     ) -> None:
         self.job, self.recipe, self.tokenizer = job, recipe, tokenizer
         self.world, self.model, self.frozen_models = world, model, frozen_models

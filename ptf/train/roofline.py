@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ptf.compute.meter import PEAKS
 from ptf.config import Job
+from ptf.config.backends import BACKENDS
 from ptf.errors import UserError
 from ptf.model.attention import Attention
 from ptf.model.chunked import chunk_bytes
@@ -361,7 +362,7 @@ def raise_if_uncounted(job: Job, gpu: str) -> None:
     refused = {
         f"the GPU {gpu}: it has {', '.join(GPUS)}": gpu not in GPUS,
         "recipes other than sft": job.recipe != "sft",
-        "model.backend: hf": job.model.backend == "hf",
+        f"model.backend: {job.model.backend}": not BACKENDS[job.model.backend].planned,
         "components of your own (model.replace, model.head)": bool(job.model.replace or job.model.head),
         "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
         "train.optimizer: adamw_offload": job.train.optimizer == "adamw_offload",

@@ -9,15 +9,15 @@ from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
 from ptf.model import matrix_product
-from ptf.model.decoder import Decoder
 from ptf.model.flops import Flops
+from ptf.model.model import Model
 
 
 class StepMeter:
     """Measures the steps of a run; every rank has one, and they measure together."""
 
     def __init__(
-        self, job: Job, world: World, model: Decoder, frozen_models: Mapping[str, Decoder], loader: Loader
+        self, job: Job, world: World, model: Model, frozen_models: Mapping[str, Model], loader: Loader
     ) -> None:
         self.job, self.world, self.model, self.loader = job, world, model, loader
         self.flops = [Flops.of(model), *map(forward_flops, frozen_models.values())]
@@ -79,7 +79,7 @@ class StepMeter:
         return {}
 
 
-def forward_flops(frozen_model: Decoder) -> Flops:
+def forward_flops(frozen_model: Model) -> Flops:
     """Count the FLOPs of a forward pass alone."""
     trained = [p for p in frozen_model.parameters() if p.requires_grad]
     frozen_model.requires_grad_(False)

@@ -8,20 +8,16 @@ from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from ptf.errors import UserError
-from ptf.model import bridge
-from ptf.model.components import own_tensors
-from ptf.model.decoder import Decoder
+from ptf.model import model_files
 from ptf.model.hf_adapters import PREFIX as FOREIGN
-from ptf.model.hf_language_model import raise_if_outside
 from ptf.model.lora import adapter_names
+from ptf.model.model import Model
 from ptf.model.quantised_weights import weight_shapes
-from ptf.model.scalar import HF_NAME
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -45,7 +41,7 @@ def kind(name: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in name.removeprefix(FOREIGN).split("."))
 
 
-def freeze(model: Any, patterns: Sequence[str] | None) -> None:
+def freeze(model: Model, patterns: Sequence[str] | None) -> None:
     """Freeze all parameters that no pattern matches; without patterns and LoRA, freeze none. Call it before sharding.
 
     Under LoRA these parameters train: the adapters, those that the patterns match, and those that no Hugging Face
@@ -55,18 +51,11 @@ def freeze(model: Any, patterns: Sequence[str] | None) -> None:
     fixed = {name for name, p in model.named_parameters() if not p.is_floating_point()}  # no gradient trains them
     names = [name for name in weight_shapes(model) if name not in fixed]
     adapters = adapter_names(model)
-    raise_if_outside("model.trainable", patterns or (), model)
+    model.raise_if_outside("model.trainable", patterns or ())
     raise_if_unmatched("model.trainable", patterns or (), [name for name in names if name not in adapters])
     if patterns is None and not adapters:
         return
-    free = set(adapters)
-    if adapters and isinstance(model, Decoder):
-        free |= {
-            *own_tensors(model),
-            *(n for n in names if n.startswith("head.") and model.config.head != "lm"),
-        }
-    elif adapters and model.config.head == "scalar":  # hf_backend.py
-        free.add(f"{FOREIGN}{HF_NAME}")
+    free = adapters | model.unstored_names() if adapters else set()
     for name, parameter in model.named_parameters():
         trains = name in free or any(matches(name, pattern) for pattern in patterns or ())
         parameter.requires_grad_(trains and name not in fixed)
@@ -78,7 +67,7 @@ def frozen_dtype(directory: Path, precision: str, *, exported: bool) -> torch.dt
     In bf16 the computation rounds them to it anyway. Weights that are `exported` must also lose nothing of the
     checkpoint in `directory`, into which adapters are merged; a checkpoint stored in bf16 has nothing to lose.
     """
-    if precision == "bf16" and (not exported or bridge.export_dtype(directory) == torch.bfloat16):
+    if precision == "bf16" and (not exported or model_files.export_dtype(directory) == torch.bfloat16):
         return torch.bfloat16
     return torch.float32
 

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,16 +16,14 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
-from ptf.model import bridge, hf_adapters, hf_backend
-from ptf.model.components import own_tensors
-from ptf.model.decoder import Decoder
+from ptf.model.backends import backend_of
 from ptf.model.fused import Setting, kernels
 from ptf.model.matrix_product import record
+from ptf.model.model import Model
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import compiles, parallelize
-from ptf.model.tensor_files import Headers
 from ptf.recipes.protocol import Recipe
-from ptf.train.components import layer_factory_of, lora_of, report
+from ptf.train.components import layer_factory_of, report
 from ptf.train.device_batches import on_device
 from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.optimizer_8bit import QuantisedMoments
@@ -34,28 +32,19 @@ from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 from ptf.workspace import progress
 
 
-def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Decoder:
+def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Model:
     """Build a model without memory, with what trains in it. Raise UserError for one that cannot be trained."""
-    if spec.backend == "hf":
-        # it has Decoder's interface
-        model = cast("Decoder", hf_backend.build(directory, head=head, lora=lora_of(spec)))
-    else:
-        model = bridge.build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
+    model = backend_of(spec.backend).build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
     freeze(model, spec.trainable)
     return model
 
 
-def raise_if_unfit(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Decoder:
+def raise_if_unfit(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Model:
     """Raise the UserError with which `load_model` would refuse a checkpoint, by its config and the headers of its files
     alone; return the model without memory."""
     model = built(directory, spec, head)
     if spec.init == "pretrained":
-        if spec.backend == "hf":
-            with Headers(directory) as files:
-                hf_backend.fill_from_files(cast("Any", model.to("meta")), files)
-        else:
-            with Headers(directory, model.family.aliases) as files:
-                bridge.stored_mappings(model, files)
+        model.raise_if_unfit(directory)
     return model
 
 
@@ -71,48 +60,35 @@ def load_model(
     compiled: bool | Literal["auto"] = False,
     fused: Setting = (),
     frozen: bool = False,
-) -> Decoder:
+) -> Model:
     """Build a sharded model with its weights, read from the directory or drawn from the seed.
 
     Parameters that the checkpoint does not have (a new scalar head, components of the user's own) are drawn from the
     seed and reported. A `frozen` model has no trained parameter, and its weights are held in the dtype of the
     computation. `compiled` and `fused` are `train.compile` and `train.fused`.
     """
-    own = spec.backend == "ptf"
-    if not own and world.meshes.sizes.tensor > 1:
-        raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
     model = built(directory, spec, head)
     if frozen:
         model.requires_grad_(False)
     # fp32 for weights that are trained or that an export must give back in fp32
     dtype = frozen_dtype(directory, precision, exported=not frozen)
     rounds = dtype != torch.float32 and not frozen
-    hold_frozen(model, dtype, bridge.stored_in_fp32(model, directory) if rounds else ())
+    hold_frozen(model, dtype, model.stored_in_fp32(directory) if rounds else ())
     parallelize(
         model,
         world.meshes.dense,
         precision,
         recomputed=recomputed,
-        compiled=own and compiles(compiled, world.device),
+        compiled=model.supports_compilation and compiles(compiled, world.device),
         kernels=same_kernels(
-            kernels(fused if own else (), world.device, precision) | record(world.device, precision), world
+            kernels(fused if model.supports_compilation else (), world.device, precision)
+            | record(world.device, precision),
+            world,
         ),
     )
-    if not own:
-        foreign = cast("Any", model)
-        new = hf_backend.load(foreign, directory, world.device, random=spec.init == "random", seed=seed)
-        if world.leads and not frozen:
-            report(directory, new, ())
-            if spec.lora is not None:
-                print(hf_adapters.described(foreign), flush=True)
-        return model
-    bridge.materialize(model, world.device)
-    if spec.init == "random":
-        bridge.random_init(model, seed)
-    else:
-        new = bridge.load_hf(model, directory, seed)
-        if world.leads:
-            report(directory, new, own_tensors(model))
+    new = model.give_weights(directory, world.device, random=spec.init == "random", seed=seed)
+    if world.leads:
+        report(directory, new, () if frozen else model.notes())
     return model
 
 
@@ -186,7 +162,7 @@ class Trainer:
     """A model, its optimizer, its schedule and the frozen models that its loss uses."""
 
     def __init__(
-        self, model: Decoder, world: World, config: TrainConfig, frozen_models: Mapping[str, Decoder] | None = None
+        self, model: Model, world: World, config: TrainConfig, frozen_models: Mapping[str, Model] | None = None
     ) -> None:
         self.model, self.world, self.frozen_models = model, world, frozen_models or {}
         self.max_grad_norm = config.max_grad_norm

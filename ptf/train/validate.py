@@ -8,7 +8,7 @@ import torch
 from ptf.compute.world import World
 from ptf.data.document import PackUnit
 from ptf.errors import UserError
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes.protocol import Recipe
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import add_metrics, reduced
@@ -17,13 +17,13 @@ from ptf.workspace import progress
 
 @torch.no_grad()
 def held_out_metrics(
-    model: Decoder,
+    model: Model,
     recipe: Recipe,
     sets: Mapping[str, Sequence[Sequence[PackUnit]]],
     world: World,
     micro_batch_sequences: int,
     seq_len: int,
-    frozen_models: Mapping[str, Decoder],
+    frozen_models: Mapping[str, Model],
 ) -> dict[str, float]:
     """Return the means of the recipe's metrics over each named set of packed sequences, as `loss/NAME` and so on.
 
@@ -52,12 +52,12 @@ FEW_SEQUENCES = 64  # below this number of packed sequences, each document becom
 
 @torch.no_grad()
 def held_out_sequence_losses(
-    model: Decoder,
+    model: Model,
     recipe: Recipe,
     sequences: Sequence[Sequence[PackUnit]],
     world: World,
     seq_len: int,
-    frozen_models: Mapping[str, Decoder],
+    frozen_models: Mapping[str, Model],
 ) -> np.ndarray:
     """Return the loss and the denominator of each packed sequence that has one, on every rank: [sequences, 2].
 

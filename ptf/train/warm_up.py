@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.model.attention import Flex
-from ptf.model.decoder import Decoder
 from ptf.model.fused import Flash
+from ptf.model.model import Model
 from ptf.train.trainer import discard_gradients, forget_forwards
 
 
@@ -24,7 +24,7 @@ def in_passes(sequences: int, micro_batch_sequences: int) -> set[int]:
 
 
 def warm_up(
-    model: Decoder,
+    model: Model,
     world: World,
     seq_len: int,
     *,
@@ -32,14 +32,14 @@ def warm_up(
     scored: Iterable[int] = (),
     share_prefixes: bool = False,
 ) -> None:
-    """Run a pass for each shape of batch of a run, on a GPU; on a CPU, and with `model.backend: hf`, attention is not
+    """Run a pass for each shape of batch of a run, on a GPU; on a CPU, and in models of transformers, attention is not
     compiled.
 
     `trained` and `scored` are the numbers of sequences in a pass with gradients, and in a pass without. With
     `share_prefixes`, the attention of documents that share a prefix is compiled as well, where it is another one
     (fused.py). Weights, buffers and gradients are as before.
     """
-    if world.device.type == "cuda" and isinstance(model, Decoder):
+    if world.device.type == "cuda" and model.supports_compilation:
         began = time.perf_counter()
         held = [buffer.clone() for buffer in model.buffers()]
         both = (False, True) if share_prefixes and model.attention is Flash else (False,)
@@ -58,7 +58,7 @@ def warm_up(
             print(f"compiled for sequences of {seq_len} tokens in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def _forward(model: Decoder, world: World, sequences: int, seq_len: int, shared: bool) -> Tensor:
+def _forward(model: Model, world: World, sequences: int, seq_len: int, shared: bool) -> Tensor:
     """Return a number that depends on all layers, in sequences that hold one document each; `shared`: with the
     attention of documents that share a prefix."""
     tokens = torch.zeros(sequences, seq_len, dtype=torch.int64, device=world.device)

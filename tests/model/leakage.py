@@ -134,7 +134,7 @@ def model_of(mixer: Mixer) -> Any:
         directory = Path(place)
         if mixer.backend is None:
             model = hf_backend.build(foreign(directory, mixer.model_type))
-            hf_backend.load(model, directory, torch.device("cpu"), random=False, seed=0)
+            model.give_weights(directory, torch.device("cpu"))
             return model.to(mixer.dtype)
         drawn = family_of({"model_type": mixer.model_type}).random_config(
             random.Random(f"attention/{mixer.model_type}")

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from ptf.compute.world import World
 from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import LoraConfig, ModelConfig
-from ptf.model import bridge
 from ptf.model.chunked import cross_entropy
 from ptf.model.families import family_of
 from ptf.model.recompute import Recompute
@@ -90,7 +89,7 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
             real = p[: SHAPE["vocab_size"]] if name.startswith(("embed", "head")) else p
             real += 0.1 * torch.randn(real.shape, generator=g)
     save_file(
-        {n: t.contiguous() for n, t in bridge.hf_tensors(model)},
+        {n: t.contiguous() for n, t in model.hf_tensors()},
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ptf.model import bridge
+from ptf.model import model_files
 from ptf.model.families import family_of
 from ptf.model.reference import random_reference
 
@@ -58,7 +58,7 @@ def mxfp4_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
         assert whole[name].dtype == torch.bfloat16
         assert whole[name].abs().max() > 0
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     quantisation = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
@@ -93,7 +93,7 @@ def predicting_checkpoint(directory: Path, model_type: str) -> dict[str, torch.T
         drawn = torch.randn(shape, generator=g)
         whole[f"model.layers.{layers}.{name}"] = drawn if name.endswith(fp32) else drawn.bfloat16()
     save_file(whole, directory / "model.safetensors", {"format": "pt"})
-    stored = bridge.read_config(directory) | {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
+    stored = model_files.read_config(directory) | {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
     (directory / "config.json").write_text(json.dumps(stored))
     return whole
 

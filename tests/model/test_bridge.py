@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, families, model_files, model_writer
 from ptf.model.decoder import Decoder
 from tests.tiny import checkpoint
 
@@ -23,7 +23,7 @@ def test_a_checkpoint_survives_the_way_through_ours_byte_for_byte(tmp_path):
     for tied in (True, False):
         directory = checkpoint(tmp_path / f"in{tied}", tied=tied)
         model = ours(directory)
-        bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / f"out{tied}", writes=True)
+        model_writer.save_hf(model.hf_tensors(), directory, tmp_path / f"out{tied}", writes=True)
         before, after = (
             load_file(directory / "model.safetensors"),
             load_file(tmp_path / f"out{tied}" / "model.safetensors"),
@@ -33,10 +33,10 @@ def test_a_checkpoint_survives_the_way_through_ours_byte_for_byte(tmp_path):
 
 
 def test_large_models_are_written_in_shards_that_load(tmp_path, monkeypatch):
-    monkeypatch.setattr(bridge, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(model_writer, "SHARD_BYTES", 50_000)
     directory = checkpoint(tmp_path / "in")
     model = ours(directory)
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     again = ours(tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
@@ -48,8 +48,7 @@ def test_random_weights_depend_on_seed_and_name_only(tmp_path):
 
     def drawn(seed):
         model = bridge.build(directory)
-        bridge.materialize(model, torch.device("cpu"))
-        bridge.random_init(model, seed)
+        model.give_weights(Path(), torch.device("cpu"), random=True, seed=seed)
         return dict(model.named_parameters())
 
     a, b, c = drawn(1), drawn(1), drawn(2)
@@ -62,12 +61,12 @@ def test_what_is_wrong_with_a_model_directory_is_said(tmp_path):
     directory = checkpoint(tmp_path / "m")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no config\.json"):
-        bridge.locate(str(tmp_path / "empty"))
+        model_files.locate(str(tmp_path / "empty"))
     with pytest.raises(UserError, match=r"no directory .*absent$"):
-        bridge.locate(str(tmp_path / "absent"))
+        model_files.locate(str(tmp_path / "absent"))
     with pytest.raises(UserError, match=r"qwen2_mo.*nearest: qwen2_moe"):
-        bridge.family_of({"model_type": "qwen2_mo"})
-    config = bridge.read_config(directory)
+        families.family_of({"model_type": "qwen2_mo"})
+    config = model_files.read_config(directory)
     (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(UserError, match="num_hidden_layers 3 and 2 layer_types"):
         ours(directory)
@@ -88,7 +87,7 @@ def test_what_is_wrong_with_a_model_directory_is_said(tmp_path):
 
 
 def test_a_qwen2_moe_without_the_setting_has_no_windows():
-    config = {**bridge.family_of({"model_type": "qwen2_moe"}).random_config(random.Random(0)), "sliding_window": 8}
+    config = {**families.family_of({"model_type": "qwen2_moe"}).random_config(random.Random(0)), "sliding_window": 8}
     for given in ({}, {"use_sliding_window": False}):
         plain = {k: v for k, v in config.items() if k not in ("use_sliding_window", "layer_types")} | given
-        assert {layer.window for layer in bridge.family_of(plain).config(plain).layers} == {None}
+        assert {layer.window for layer in families.family_of(plain).config(plain).layers} == {None}

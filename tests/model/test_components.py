@@ -15,7 +15,7 @@ from ptf.config.section import Plugin
 from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, model_writer
 from ptf.model.chunked import next_token_loss
 from ptf.model.components import own_tensors, places
 from ptf.model.decoder import Decoder
@@ -47,8 +47,7 @@ def checkpoint(model_type: str, directory: Path) -> Path:
 
 def loaded(directory: Path, replace: dict | None = None, seed: int = 0) -> tuple[Decoder, tuple[str, ...]]:
     model = bridge.build(directory, factory=LayerFactory(replace or {}))
-    bridge.materialize(model, torch.device("cpu"))
-    return model, bridge.load_hf(model, directory, seed)
+    return model, model.give_weights(directory, torch.device("cpu"), seed=seed)
 
 
 def states(model: Decoder) -> torch.Tensor:
@@ -89,7 +88,7 @@ def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_bes
     assert model.get_parameter(new[0]).abs().max() <= model.config.dim**-0.5
     plain = load_file(directory / "model.safetensors")
 
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
     exported, own = (
         load_file(tmp_path / "out" / "model.safetensors"),
         load_file(tmp_path / "out" / "components.safetensors"),
@@ -103,9 +102,9 @@ def test_a_component_with_other_tensors_begins_from_the_seed_and_is_exported_bes
     assert not torch.equal(states(other), states(model))  # negative control: the component matters
 
     received, _ = loaded(directory, narrow(model_type), seed=8)  # weight sync
-    tensors = dict(bridge.hf_tensors(model))
-    assert bridge.hf_names(received) == tensors.keys()
-    bridge.load_hf_tensors(received, tensors)
+    tensors = dict(model.hf_tensors())
+    assert received.hf_names() == tensors.keys()
+    received.load_hf_tensors(tensors)
     assert torch.equal(states(received), states(model))
 
 
@@ -122,7 +121,7 @@ def test_one_tensor_more_leaves_the_others_as_they_are(tmp_path, model_type):
     assert (model.layers[0].mlp.scale == 2).all()
     assert (model.layers[0].mlp.shift == 0.25).all()
     assert torch.equal(model.layers[0].mlp.up_proj.weight, loaded(directory)[0].layers[0].mlp.up_proj.weight)
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(directory / "model.safetensors").keys()
     assert load_file(tmp_path / "out" / "components.safetensors").keys() == set(new)
 
@@ -132,7 +131,7 @@ def test_a_declared_head_stands_for_the_vocabulary(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
     model, new = loaded(directory, {"head": DeepHead})
     assert set(new) == {"head.into.weight", "head.out.weight", "head.out.bias"}
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
     assert load_file(tmp_path / "out" / "head.safetensors").keys() == set(new)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     back, missing = loaded(tmp_path / "out", {"head": DeepHead}, seed=9)
@@ -146,8 +145,7 @@ def test_random_weights_of_own_components_are_those_of_their_constructors(tmp_pa
     drawn = []
     for seed in (1, 1, 2):
         model = bridge.build(directory, factory=LayerFactory(narrow(model_type) | {"head": DeepHead}))
-        bridge.materialize(model, torch.device("cpu"))
-        bridge.random_init(model, seed)
+        model.give_weights(Path(), torch.device("cpu"), random=True, seed=seed)
         drawn.append(dict(model.named_parameters()))
     name = "head.out.bias"
     assert torch.equal(drawn[0][name], drawn[1][name])
@@ -181,7 +179,7 @@ def _trained(directory: Path, spec: ModelConfig, checkpoints: Path, mesh: bool) 
     write(str(checkpoints), tensors_of(model, optimizer), {}, world)
     world.barrier()
     load_tensors(str(checkpoints), models[1], torch.optim.AdamW(models[1].parameters(), lr=1e-2), world)
-    return {n: t.clone() for n, t in bridge.hf_tensors(models[1])}
+    return {n: t.clone() for n, t in models[1].hf_tensors()}
 
 
 @pytest.mark.long
@@ -195,7 +193,7 @@ def test_sharded_components_begin_train_and_checkpoint_as_one_process_does(tmp_p
     spec = ModelConfig(path=str(directory), replace=replace, head=Plugin(use="tests.model.own:DeepHead"))
     alone = _trained(directory, spec, tmp_path / "alone", False)
     ranks = two_ranks(partial(_trained, directory, spec, tmp_path / "both", True), tmp_path)
-    begun = dict(bridge.hf_tensors(load_model(directory, World(), spec, seed=3, precision="fp32")))
+    begun = dict(load_model(directory, World(), spec, seed=3, precision="fp32").hf_tensors())
     assert {"own:head.out.bias", "own:layers.0.attn.gate"} <= alone.keys() == ranks[0].keys() == begun.keys()
     for name in alone:
         assert torch.allclose(alone[name], ranks[0][name], atol=1e-4), name
@@ -216,15 +214,14 @@ def test_own_components_get_adapters_where_they_ask_for_projections(tmp_path, mo
     assert {n for n in trains if "lora" not in n} == {f"layers.{i}.attn.gate" for i in range(len(model.config.layers))}
     inside = next(iter(same)).rpartition(".")[2]
     assert any(n.startswith(f"layers.0.{inside}.") and n.endswith("lora_b") for n in trains)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.load_hf(model, directory)
+    model.give_weights(directory, torch.device("cpu"))
     plain, _ = loaded(directory, {**same, "layers.*.attn": GatedAttention})
     assert torch.equal(states(model), states(plain))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("lora_b"):
                 p.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(directory / "model.safetensors").keys()
     merged, missing = loaded(tmp_path / "out", {**same, "layers.*.attn": GatedAttention})
     assert not missing
@@ -246,7 +243,7 @@ def test_a_pattern_that_replaces_nothing_is_refused(tmp_path):
 def test_tensors_of_other_components_are_refused(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
     model, _ = loaded(directory, {"layers.*.mlp": ScaledMLP})
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
     # the rest would load, and compute another function
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.scale.*no such tensor"):
         loaded(tmp_path / "out")
@@ -256,7 +253,7 @@ def test_tensors_of_other_components_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.scale: not there"):
         loaded(tmp_path / "out", {"layers.*.mlp": ScaledMLP})
     narrowed, _ = loaded(directory, narrow("qwen3"))
-    bridge.save_hf(bridge.hf_tensors(narrowed), directory, tmp_path / "narrow", writes=True)
+    model_writer.save_hf(narrowed.hf_tensors(), directory, tmp_path / "narrow", writes=True)
     (tmp_path / "narrow" / "components.safetensors").unlink()
     with pytest.raises(UserError, match=r"missing: model\.layers\.1\.mlp"):
         loaded(tmp_path / "narrow")

@@ -12,7 +12,7 @@ from ptf.compute.world import joined
 from ptf.config.section import Plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
-from ptf.model import bridge
+from ptf.model import model_writer
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model
 from tests.model.test_components import DENSE, checkpoint
@@ -46,7 +46,7 @@ def test_the_example_trains_and_comes_back(model_type: str, tmp_path: Path) -> N
         trainer = Trainer(model, world, TrainConfig(steps=3, lr=1e-2, schedule="constant", precision="fp32"))
         losses = [trainer.step([batch], of_keys(SFT), step)["loss"] for step in range(3)]
         assert losses[-1] < losses[0]
-        bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+        model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
         back = load_model(
             tmp_path / "out", world, spec.model_copy(update={"path": str(tmp_path / "out")}), seed=1, precision="fp32"
         )

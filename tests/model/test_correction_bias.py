@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from ptf.compute.world import World
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import model_files, model_writer
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.roles import Learner
 from ptf.train.optim import groups
@@ -31,7 +31,7 @@ def loaded(directory: Path, **more):
 def test_an_export_is_the_checkpoint_with_its_dtypes(tmp_path, model_type) -> None:
     whole = predicting_checkpoint(tmp_path / "in", model_type)
     model = loaded(tmp_path / "in")
-    bridge.save_hf(bridge.hf_tensors(model), tmp_path / "in", tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), tmp_path / "in", tmp_path / "out", writes=True)
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert back.keys() == whole.keys()
     assert all(back[n].dtype == whole[n].dtype and torch.equal(back[n], whole[n]) for n in whole)
@@ -41,7 +41,7 @@ def test_an_export_is_the_checkpoint_with_its_dtypes(tmp_path, model_type) -> No
 
 def test_a_layer_that_config_json_does_not_count_is_refused(tmp_path) -> None:
     predicting_checkpoint(tmp_path, "glm4_moe")
-    config = bridge.read_config(tmp_path) | {"num_nextn_predict_layers": 0}
+    config = model_files.read_config(tmp_path) | {"num_nextn_predict_layers": 0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"unexpected: model.layers.*eh_proj"):
         loaded(tmp_path)
@@ -50,7 +50,7 @@ def test_a_layer_that_config_json_does_not_count_is_refused(tmp_path) -> None:
 def test_an_engine_in_bf16_holds_it_in_fp32(tmp_path) -> None:
     whole = predicting_checkpoint(tmp_path, "deepseek_v3")
     engine = NativeEngine(str(tmp_path), device=torch.device("cpu"), dtype=torch.bfloat16, version=0)
-    held = dict(bridge.hf_tensors(engine.model))
+    held = dict(engine.model.hf_tensors())
     for name in whole.keys() & held.keys():
         assert torch.equal(held[name], whole[name]), name
         assert held[name].dtype == (torch.float32 if name.endswith(BIAS) else torch.bfloat16)

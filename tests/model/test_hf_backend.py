@@ -20,9 +20,8 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge, hf_backend, hf_checks
+from ptf.model import hf_backend, hf_checks, model_files, model_writer
 from ptf.model.reference import export_difference
-from ptf.model.sizes import sizes_of
 from ptf.recipes.sft.recipe import SFT
 from ptf.run import run
 from ptf.train.trainer import Trainer, load_model
@@ -184,11 +183,11 @@ def test_no_process_reads_more_of_a_renamed_tensor_than_its_part(tmp_path, monke
 def test_a_checkpoint_comes_back_byte_for_byte(model_type, tmp_path):
     directory = foreign(tmp_path / "m", model_type)
     model = loaded(directory)
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
     before, after = (load_file(d / "model.safetensors") for d in (directory, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
-    assert sizes_of(directory, "hf").vocab == 97
+    assert hf_backend.decoder_config(directory).vocab == 97
 
 
 def test_a_job_trains_exports_and_resumes(tmp_path):
@@ -217,9 +216,9 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
 
     def drawn(seed: int) -> dict[str, torch.Tensor]:
         return dict(
-            bridge.hf_tensors(
-                load_model(directory, World(), SPEC.model_copy(update={"init": "random"}), seed=seed, precision="fp32")
-            )
+            load_model(
+                directory, World(), SPEC.model_copy(update={"init": "random"}), seed=seed, precision="fp32"
+            ).hf_tensors()
         )
 
     a, b, c = drawn(1), drawn(1), drawn(2)
@@ -249,7 +248,7 @@ def _trained(directory: Path, world: World, lora: dict | None) -> tuple[list[flo
         losses.append(trainer.step([_row(batch, rank)], of_keys(SFT), step)["loss"])
     idle = _row(BATCHES[2], 0) if rank == 0 else packed([[]], 30)
     losses.append(trainer.step([idle], of_keys(SFT), 2)["loss"])
-    return losses, {n: t.clone() for n, t in bridge.hf_tensors(model)}
+    return losses, {n: t.clone() for n, t in model.hf_tensors()}
 
 
 def _row(batch: Batch, row: int) -> Batch:
@@ -270,7 +269,7 @@ def test_two_ranks_are_one(tmp_path, monkeypatch):
         for step, loss in enumerate(losses):
             micro = [_row(BATCHES[step], row) for row in range(2 if step < 2 else 1)]
             assert trainer.step(micro, of_keys(SFT), step)["loss"] == pytest.approx(loss, rel=1e-5)
-        for name, tensor in bridge.hf_tensors(model):
+        for name, tensor in model.hf_tensors():
             assert (tensors[name] - tensor).abs().max() <= 1e-5, name
 
 
@@ -308,7 +307,7 @@ def test_what_is_no_plain_causal_language_model_is_refused_by_name(tmp_path):
             hf_backend.build(tmp_path / model_type)
         assert model_type in str(error.value)
     directory = foreign(tmp_path / "m", "olmo2")
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     for change, word in (
         ({"model_type": "olmo9"}, "no such architecture"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised .gptq"),
@@ -354,7 +353,7 @@ def test_logits_that_are_made_in_another_way_are_refused(tmp_path):
 
 def test_every_tensor_that_does_not_fit_is_named(tmp_path):
     directory = foreign(tmp_path / "m", "olmo2")
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     (directory / "config.json").write_text(
         json.dumps({**config, "num_hidden_layers": 3, "intermediate_size": 47, "layer_types": None})
     )

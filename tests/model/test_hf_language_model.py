@@ -13,7 +13,7 @@ from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
-from ptf.model import bridge, hf_backend
+from ptf.model import hf_backend, model_files, model_writer
 from ptf.model.hf_checks import check
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.trainer import Trainer, load_model, raise_if_unfit
@@ -35,8 +35,8 @@ def loaded(directory: Path, **spec: Any) -> Any:
 
 
 def exported(model: Any, source: Path, directory: Path) -> dict[str, torch.Tensor]:
-    carried = bridge.carried_tensors(model, source)
-    bridge.save_hf(bridge.hf_tensors(model), source, directory, writes=True, carried=carried)
+    carried = model.carried(source)
+    model_writer.save_hf(model.hf_tensors(), source, directory, writes=True, carried=carried)
     return load_file(directory / "model.safetensors")
 
 
@@ -83,7 +83,7 @@ def test_only_the_language_model_trains_and_the_rest_is_exported_as_it_is(model_
         expected = logits(whole, tokens[at])
         assert (ours[at] - expected).abs().max() <= 1e-5 * expected.abs().max()
         assert (ours[at] - logits(start, tokens[at])).abs().max() > 1e-2 * expected.abs().max()  # control
-    assert bridge.read_config(tmp_path / "out") == bridge.read_config(source)
+    assert model_files.read_config(tmp_path / "out") == model_files.read_config(source)
 
 
 def test_the_layers_are_those_of_the_language_model(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants
 
 from ptf.errors import UserError
-from ptf.model import bridge, hub
+from ptf.model import bridge, hub, model_files, model_writer
 from ptf.storage.hub import first_line, refusal
 from tests.child import run_python
 from tests.data.hub_stub import running
@@ -32,7 +32,7 @@ def home(model, tmp_path) -> Path:
     for commit, eps in ((COMMIT, 1e-5), (OTHER, 1e-6)):
         snapshot = root / "snapshots" / commit
         shutil.copytree(model, snapshot)
-        (snapshot / "config.json").write_text(json.dumps({**bridge.read_config(model), "rms_norm_eps": eps}))
+        (snapshot / "config.json").write_text(json.dumps({**model_files.read_config(model), "rms_norm_eps": eps}))
     (root / "refs").mkdir()
     (root / "refs" / "main").write_text(OTHER)
     (root / "refs" / "v1").write_text(COMMIT)
@@ -122,16 +122,18 @@ def test_a_uri_is_copied_once_whole_and_without_other_copies_of_the_weights(mode
     memory.put(f"{model}/", "/models/tiny/", recursive=True)
     memory.pipe("/models/tiny/pytorch_model.bin", b"the same again")
     memory.pipe("/models/tiny/original/consolidated.00.pth", b"and again")
-    local = bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
+    local = model_files.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
     assert {f.name for f in local.iterdir()} == {f.name for f in model.iterdir()}
     inode = (local / "model.safetensors").stat().st_ino
-    again = bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
+    again = model_files.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
     assert again == local
     assert (again / "model.safetensors").stat().st_ino == inode
-    memory.pipe("/models/tiny/config.json", json.dumps({**bridge.read_config(model), "rms_norm_eps": 1e-5}).encode())
-    newer = bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
+    memory.pipe(
+        "/models/tiny/config.json", json.dumps({**model_files.read_config(model), "rms_norm_eps": 1e-5}).encode()
+    )
+    newer = model_files.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
     assert newer != local
-    assert bridge.read_config(newer)["rms_norm_eps"] == 1e-5
+    assert model_files.read_config(newer)["rms_norm_eps"] == 1e-5
     count = 0
 
     def cut_off(*_, **__):
@@ -145,28 +147,28 @@ def test_a_uri_is_copied_once_whole_and_without_other_copies_of_the_weights(mode
     monkeypatch.setattr(type(memory), "get_file", lambda self, *a, **k: cut_off(self, *a, **k))
     memory.pipe("/models/tiny/config.json", b"{}")
     with pytest.raises(RuntimeError, match="cut off"):
-        bridge.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
+        model_files.locate("memory://models/tiny", cache=str(tmp_path / "cache"))
     assert {place for place in (tmp_path / "cache").iterdir() if place.is_dir()} == {local, newer}
 
 
 def test_a_file_uri_and_a_missing_one(model, tmp_path):
-    assert bridge.locate(f"file://{model}") == model
+    assert model_files.locate(f"file://{model}") == model
     with pytest.raises(UserError, match="memory://nowhere"):
-        bridge.locate("memory://nowhere", cache=str(tmp_path))
+        model_files.locate("memory://nowhere", cache=str(tmp_path))
 
 
 def test_a_sharded_checkpoint_from_a_uri_loads_and_exports(model, memory, tmp_path, monkeypatch):
     first = bridge.load(model)
     with monkeypatch.context() as patch:
-        patch.setattr(bridge, "SHARD_BYTES", 50_000)
-        bridge.save_hf(bridge.hf_tensors(first), model, tmp_path / "sharded", writes=True)
+        patch.setattr(model_writer, "SHARD_BYTES", 50_000)
+        model_writer.save_hf(first.hf_tensors(), model, tmp_path / "sharded", writes=True)
     shards = sorted(f.name for f in (tmp_path / "sharded").glob("*.safetensors"))
     assert len(shards) > 2
     memory.put(f"{tmp_path}/sharded/", "/models/sharded/", recursive=True)
-    local = bridge.locate("memory://models/sharded", cache=str(tmp_path / "cache"))
+    local = model_files.locate("memory://models/sharded", cache=str(tmp_path / "cache"))
     second = bridge.load(local)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    bridge.save_hf(bridge.hf_tensors(second), local, tmp_path / "whole", writes=True)
+    model_writer.save_hf(second.hf_tensors(), local, tmp_path / "whole", writes=True)
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     assert not list((tmp_path / "whole").glob("*.index.json"))
     (local / shards[1]).unlink()

@@ -18,7 +18,7 @@ from ptf.compute.world import World
 from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, model_writer
 from ptf.model.chunked import cross_entropy
 from ptf.model.components import OWN
 from ptf.model.decoder import Decoder
@@ -103,8 +103,8 @@ def test_the_merged_model_is_the_adapted_one(tmp_path, model_type):
     directory = checkpoint(model_type, tmp_path / "m")
     model = loaded(directory, LORA)
     trained(model)
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "merged", writes=True)
-    assert {name for name, _ in bridge.hf_tensors(model)} == bridge.hf_names(loaded(directory, None))
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "merged", writes=True)
+    assert {name for name, _ in model.hf_tensors()} == loaded(directory, None).hf_names()
     assert relative(logits(loaded(tmp_path / "merged", None)), logits(model)) <= 1e-5
     with torch.no_grad():  # negative control: a merge that forgot one adapter is seen
         model.get_parameter(next(iter(adapters(model).values())).b).mul_(1.5)
@@ -229,7 +229,7 @@ def test_what_no_checkpoint_has_trains_beside_the_adapters(tmp_path):
         head="scalar",
     )
     assert {n for n, p in scalar.named_parameters() if p.requires_grad} == {*adapter_names(scalar), "head.weight"}
-    assert PeftFormat(scalar).obstacles() == ["head.weight (not an adapter)"]
+    assert scalar.peft().obstacles() == ["head.weight (not an adapter)"]
 
 
 def test_a_component_of_the_users_own_trains_whole_and_its_projections_may_be_adapted(tmp_path):
@@ -245,12 +245,12 @@ def test_a_component_of_the_users_own_trains_whole_and_its_projections_may_be_ad
         "layers.0.mlp.out.weight",
     }
     mlp: Any = trained(model).layers[0].mlp
-    found = dict(bridge.hf_tensors(model))
+    found = dict(model.hf_tensors())
     torch.testing.assert_close(
         found[OWN + "layers.0.mlp.into.weight"], mlp.into.weight + 2 * mlp.into.lora_b @ mlp.into.lora_a
     )
     assert torch.equal(found[OWN + "layers.0.mlp.out.weight"], mlp.out.weight)
-    assert "layers.0.mlp.into.weight (Hugging Face has no such projection)" in PeftFormat(model).obstacles()
+    assert "layers.0.mlp.into.weight (Hugging Face has no such projection)" in model.peft().obstacles()
 
 
 @pytest.mark.parametrize("lora", [LORA, ONE, EXPERTS_ALONE], ids=["all", "one", "experts"])
@@ -270,7 +270,7 @@ def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
     form = PeftFormat(trained(model))
     save(form.tensors(), form.config(str(directory)), tmp_path / "adapter", writes=True)
     again = loaded(directory, lora)
-    PeftFormat(again).copy(load_file(tmp_path / "adapter" / "adapter_model.safetensors").__getitem__)
+    again.peft().copy(load_file(tmp_path / "adapter" / "adapter_model.safetensors").__getitem__)
     assert torch.equal(logits(again), logits(model))
     tokens = torch.randint(0, model.config.vocab, (1, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -301,7 +301,7 @@ def test_adapters_of_shared_experts_are_refused_by_the_adapter_format(tmp_path, 
     assert any(n.endswith("shared.down_proj.weight") for n in adapted)
     assert not any(n.endswith("shared_gate.weight") for n in adapters(model))
     model.requires_grad_(False)
-    named = {text.split(" (")[0] for text in PeftFormat(model).obstacles()}
+    named = {text.split(" (")[0] for text in model.peft().obstacles()}
     assert adapted <= named
     assert any(".experts." in n for n in named) == (model_type == "qwen2_moe")
 
@@ -333,7 +333,7 @@ def test_what_the_adapter_format_cannot_hold_is_named(tmp_path):
         "nothing": {"lora": {}},
     }.items():
         model = load_model(directory, World(), ModelConfig(path=str(directory), **spec), seed=0, precision="fp32")
-        found[name] = PeftFormat(model).obstacles()
+        found[name] = model.peft().obstacles()
     assert found["nothing"] == []
     assert found["norm"] == ["norm.weight (not an adapter)"]
     assert found["router"][0] == "layers.0.moe.router.weight (PEFT and vLLM adapt no routers)"
@@ -342,7 +342,7 @@ def test_what_the_adapter_format_cannot_hold_is_named(tmp_path):
     random_reference(config, 0).save_pretrained(mixed)
     model = loaded(mixed, LORA)
     model.requires_grad_(False)
-    assert [n.split(" (")[0] for n in PeftFormat(model).obstacles()] == [
+    assert [n.split(" (")[0] for n in model.peft().obstacles()] == [
         f"layers.0.mlp.{p}_proj.weight" for p in ("gate", "up", "down")
     ]
 
@@ -377,7 +377,7 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
         optimizer.zero_grad()
     return {
         "losses": torch.tensor(losses),
-        **dict([*bridge.hf_tensors(model), *PeftFormat(model).tensors()]),
+        **dict([*model.hf_tensors(), *model.peft().tensors()]),
     }
 
 
@@ -394,7 +394,7 @@ def test_two_ranks_train_and_export_what_one_does(tmp_path):
     for family in FAMILIES:
         experts = {"qwen3_moe": {"num_experts": 4}, "gpt_oss": {"num_local_experts": 4}}.get(family, {})
         checkpoint(family, tmp_path / family, **EVEN, **experts)
-        alone[family], fresh = steps(tmp_path / family, None), dict(bridge.hf_tensors(loaded(tmp_path / family, None)))
+        alone[family], fresh = steps(tmp_path / family, None), dict(loaded(tmp_path / family, None).hf_tensors())
         moved = [name for name in fresh if relative(alone[family][name], fresh[name]) > 1e-3]
         assert {p for p in ("q_proj", "down_proj") for n in moved if p in n} == {"q_proj", "down_proj"}, (
             "negative control: something must have been trained"

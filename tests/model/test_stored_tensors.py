@@ -15,7 +15,7 @@ from ptf.compute.world import World, joined
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
-from ptf.model import bridge, hf_backend
+from ptf.model import families, hf_backend, model_files, model_writer
 from ptf.model.reference import random_reference
 from ptf.model.tensor_files import has_own_head
 from ptf.rl.engines.native import NativeEngine
@@ -57,8 +57,8 @@ def logits(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def exported(model: Any, source: Path, directory: Path) -> dict[str, torch.Tensor]:
-    tensors, carried = bridge.hf_tensors(model), bridge.carried_tensors(model, source)
-    bridge.save_hf(tensors, source, directory, writes=True, carried=carried)
+    tensors, carried = model.hf_tensors(), model.carried(source)
+    model_writer.save_hf(tensors, source, directory, writes=True, carried=carried)
     return load_file(directory / "model.safetensors")
 
 
@@ -81,17 +81,17 @@ def test_a_head_unlike_the_embedding_is_not_tied(backend, made, lora, tmp_path):
     assert after.keys() == stored.keys()
     assert torch.equal(after["lm_head.weight"], stored["lm_head.weight"])
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
-    assert not bridge.unties(tmp_path / "out")
+    assert not model_files.unties(tmp_path / "out")
 
 
 def test_an_untied_head_is_found_in_shards_and_by_engines(tmp_path, monkeypatch):
     source = with_head(checkpoint(tmp_path / "m"), 1.0)
-    monkeypatch.setattr(bridge, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(model_writer, "SHARD_BYTES", 50_000)
     whole = dict(load_file(source / "model.safetensors"))
-    bridge.save_hf(iter(whole.items()), source, tmp_path / "s", writes=True)
+    model_writer.save_hf(iter(whole.items()), source, tmp_path / "s", writes=True)
     shards = configured(tmp_path / "s", tie_word_embeddings=True)
     assert (shards / "model.safetensors.index.json").is_file()
-    assert bridge.unties(shards)
+    assert model_files.unties(shards)
     assert expected_names(shards).required == whole.keys()
     assert _model_arguments(shards, 0, "float32", 64)["hf_overrides"] == {"tie_word_embeddings": False}
     engine = NativeEngine(str(shards), device=torch.device("cpu"), dtype=FP32, version=0)
@@ -112,13 +112,13 @@ def test_tables_are_compared_to_their_last_row(tmp_path, monkeypatch):
 def test_a_second_tensor_of_a_tied_parameter_is_not_dropped(tmp_path, monkeypatch):
     """Of names that are not known as those of heads."""
     source = with_head(foreign(tmp_path / "m", "gpt2"), 1.0)
-    monkeypatch.setattr(bridge, "has_own_head", lambda _: False)
+    monkeypatch.setattr(model_files, "has_own_head", lambda _: False)
     with pytest.raises(UserError, match=r"unlike: transformer\.wte\.weight is not lm_head\.weight"):
         loaded(source, "hf")
 
 
 def hybrid(directory: Path, model_type: str) -> Path:
-    family = bridge.family_of({"model_type": model_type})
+    family = families.family_of({"model_type": model_type})
     random_reference(family.random_config(random.Random(1)) | {"dtype": "bfloat16"}, 0).save_pretrained(directory)
     return directory
 

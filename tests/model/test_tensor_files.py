@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, model_files, model_writer
 from ptf.model.tensor_files import TensorFiles
 from tests.model.published import mxfp4_checkpoint
 from tests.tiny import checkpoint
@@ -96,7 +96,7 @@ def test_a_config_that_is_none(directory, text):
 
 
 def test_a_config_without_a_setting_that_has_no_default(directory):
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     del config["hidden_size"]
     (directory / "config.json").write_text(json.dumps(config))
     (line,) = refused(directory)
@@ -104,7 +104,7 @@ def test_a_config_without_a_setting_that_has_no_default(directory):
 
 
 def test_an_architecture_that_is_not_there_is_named_with_the_nearest_and_the_way_out(directory):
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_nexx"}))
     (line,) = refused(directory)
     assert all(part in line for part in ("'qwen3_nexx'", "nearest: qwen3", "model.backend: hf", "docs/add_a_model.md"))
@@ -112,7 +112,7 @@ def test_an_architecture_that_is_not_there_is_named_with_the_nearest_and_the_way
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8"])
 def test_a_quantised_checkpoint_is_refused(directory, method):
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
     (line,) = refused(directory)
     assert f"quantised ({method})" in line
@@ -157,12 +157,12 @@ def test_every_value_of_four_bits_and_the_extreme_exponents(tmp_path):
 def test_an_mxfp4_checkpoint_is_exported_in_bf16(quantised, tmp_path):
     directory, whole = quantised
     model = bridge.load(directory)
-    bridge.save_hf(bridge.hf_tensors(model), directory, tmp_path / "out", writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, tmp_path / "out", writes=True)
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert after.keys() == whole.keys()
     for name, tensor in whole.items():
         assert after[name].dtype == torch.bfloat16
         assert torch.equal(after[name], tensor), name
-    config = bridge.read_config(tmp_path / "out")
+    config = model_files.read_config(tmp_path / "out")
     assert "quantization_config" not in config
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16

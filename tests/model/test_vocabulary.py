@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, model_files, model_writer
 from ptf.model.checkpoint_mapping import PaddedRows
 from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
@@ -58,7 +58,7 @@ def loss_of(model: Decoder, batch, head=lambda h: h) -> torch.Tensor:
 def test_padding_rows_are_zero_and_stay_zero(tmp_path, model_type, drawn):
     model = model_of(checkpoint(model_type, tmp_path / "m"))
     if drawn:
-        bridge.random_init(model, 1)
+        model.give_weights(tmp_path / "m", torch.device("cpu"), random=True, seed=1)
     tables = {id(p): p for p in (model.embed.weight, model.head.weight)}.values()
     assert all(len(p) == 192 for p in tables)
     assert all((p[VOCAB:] == 0).all() and (p[:VOCAB] != 0).any(-1).all() for p in tables)
@@ -104,13 +104,9 @@ def test_any_slice_of_a_padded_table_is_read_from_the_shorter_one(count, a, b):
 def _sharded(directory: Path, out: Path, drawn: bool) -> dict:
     model = bridge.build(directory)
     parallelize(model, world_of(MeshSizes(shard=2)).meshes.dense, "fp32")
-    bridge.materialize(model, torch.device("cpu"))
-    if drawn:
-        bridge.random_init(model, 3)
-    else:
-        bridge.load_hf(model, directory)
+    model.give_weights(directory, torch.device("cpu"), random=drawn, seed=3)
     rank = torch.distributed.get_rank()
-    bridge.save_hf(bridge.hf_tensors(model), directory, out, writes=rank == 0)
+    model_writer.save_hf(model.hf_tensors(), directory, out, writes=rank == 0)
     return {"local": model.embed.weight.to_local().clone()}
 
 
@@ -137,7 +133,7 @@ def test_random_rows_do_not_depend_on_sharding_or_padding(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m", tied=False)
     found = two_ranks(partial(_sharded, directory, tmp_path / "out", True), tmp_path)
     model = model_of(directory)
-    bridge.random_init(model, 3)
+    model.give_weights(directory, torch.device("cpu"), random=True, seed=3)
     assert torch.equal(torch.cat([f["local"] for f in found]), model.embed.weight)
 
 
@@ -166,7 +162,7 @@ def test_rows_of_new_tokens_begin_as_they_are_told(tmp_path, model_type, policy,
     new = NewRows(ids, known, pieces if policy == "description" else None, vectors if policy == "vectors" else None)
     extend(directory, tmp_path / "out", str(directory), new)
     vocab = max(VOCAB, known + 20)
-    assert rows(bridge.read_config(tmp_path / "out")) == vocab
+    assert rows(model_files.read_config(tmp_path / "out")) == vocab
     expected = {
         "mean": {n: t[:known].mean(0).expand(20, -1) for n, t in old.items()},
         "description": {n: torch.stack([t[p].mean(0) for p in pieces]) for n, t in old.items()},

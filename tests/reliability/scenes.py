@@ -39,7 +39,7 @@ from ptf.data.sources.rows import blocks_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.evaluate import gate
 from ptf.evaluate.measurement import measure_run, read_row_metrics
-from ptf.model import bridge
+from ptf.model import model_files
 from ptf.rl.weights.stored import BucketFiles, write_buckets
 from ptf.rl.weights.verification import check
 from ptf.storage import file_verification, published_versions
@@ -246,7 +246,7 @@ def versions_that_were_published(made: Made) -> Scene:
     root, counterpart = versions(made, "versions")
 
     def read() -> Any:
-        place = bridge.locate(str(root))
+        place = model_files.locate(str(root))
         return place.name, held(place)
 
     return Scene(root, read, counterpart)
@@ -269,11 +269,11 @@ def localised_model(made: Made) -> Scene:
     for seed, place in ((3, counterpart), (4, root)):
         store.store.clear()
         store.put(f"{checkpoint(made.place('uploaded', str(seed)), seed=seed)}/", "/models/tiny/", recursive=True)
-        bridge.locate(uri, cache=str(place))
+        model_files.locate(uri, cache=str(place))
     (name,) = (place.name for place in root.iterdir() if place.is_dir())
     for place in list(counterpart.iterdir()):
         place.rename(counterpart / (name + (storage.COPIED if place.is_file() else "")))
-    return Scene(root, lambda: held(bridge.locate(uri, cache=str(root))), counterpart)
+    return Scene(root, lambda: held(model_files.locate(uri, cache=str(root))), counterpart)
 
 
 def retraining(made: Made) -> Scene:

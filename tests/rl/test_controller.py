@@ -299,9 +299,9 @@ def test_weights_are_sent_in_the_precision_of_the_engine(raw, monkeypatch, preci
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tensor_that_the_native_engine_did_not_load_is_found_in_what_it_holds(raw, monkeypatch, precision):
     """The tensors arrive, and one of them is not copied; the difference is far below what log-probs show."""
-    from ptf.model import bridge
+    from ptf.model.decoder import Decoder
 
-    load, seen = bridge.load_hf_tensors, watch_sampling(monkeypatch)
+    load, seen = Decoder.load_hf_tensors, watch_sampling(monkeypatch)
     name = "model.layers.0.mlp.down_proj.weight"
     before: dict[str, torch.Tensor] = {}
 
@@ -310,7 +310,7 @@ def test_a_tensor_that_the_native_engine_did_not_load_is_found_in_what_it_holds(
         before[name], tensors[name] = tensors[name], before.get(name, tensors[name])
         load(model, tensors)
 
-    monkeypatch.setattr(bridge, "load_hf_tensors", stale)
+    monkeypatch.setattr(Decoder, "load_hf_tensors", stale)
     raw["train"] |= {"precision": precision, "lr": 1e-4}
     with pytest.raises(SyncError, match=rf"weight sync 1 failed: .* in 1 tensors: .'{name}'"):
         train(raw)

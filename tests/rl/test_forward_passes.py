@@ -16,8 +16,7 @@ from tests import tiny
 
 def decoder(directory: Path) -> Decoder:
     model = bridge.build(tiny.checkpoint(directory / "m", tied=False))
-    model.to_empty(device=torch.device("cpu"))
-    bridge.load_hf(model, directory / "m")
+    model.give_weights(directory / "m", torch.device("cpu"))
     return model
 
 

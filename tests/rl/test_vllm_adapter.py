@@ -74,7 +74,7 @@ def adapted(directory: Path, seed: int) -> tuple[Decoder, PeftFormat]:
         for name in sorted(adapter_names(model)):
             p = model.get_parameter(name)
             p += 0.03 * torch.randn(p.shape, generator=g)
-    return model, PeftFormat(model)
+    return model, model.peft()
 
 
 def in_process(function: str, place: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, model_writer
 from ptf.model.reference import reference
 from ptf.tasks.tiny import ARCHITECTURES, write_model
 
@@ -16,9 +16,8 @@ from ptf.tasks.tiny import ARCHITECTURES, write_model
 def test_transformers_computes_what_ptf_does(tmp_path: Path, model_type: str) -> None:
     write_model(tmp_path / "model", "0123456789+-=", model_type=model_type)
     model = bridge.build(tmp_path / "model")
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.random_init(model, 0)
-    bridge.save_hf(bridge.hf_tensors(model), tmp_path / "model", tmp_path / "saved", writes=True)
+    model.give_weights(Path(), torch.device("cpu"), random=True, seed=0)
+    model_writer.save_hf(model.hf_tensors(), tmp_path / "model", tmp_path / "saved", writes=True)
     tokens = torch.randint(0, 10, (1, 12), generator=torch.Generator().manual_seed(0))
     ours = model(tokens, torch.arange(12)[None], torch.zeros_like(tokens), lambda x, head: head.logits(x))
     theirs = reference(tmp_path / "saved")(input_ids=tokens, use_cache=False).logits

@@ -17,7 +17,7 @@ from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tokenizer_files import write_tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import bridge, model_files, model_writer
 from ptf.model.layers import LayerFactory
 from ptf.model.reference import export_difference, head_difference
 from ptf.train.export import export, probe_of
@@ -91,7 +91,7 @@ def test_a_reward_model_is_padded_with_what_ends_no_response(base: Path) -> None
     write_tokenizer(tokenizer.hf, base)
     ends = Tokenizer.load(str(base)).stop_ids
     model = exported(base, "scalar")
-    config = bridge.read_config(model)
+    config = model_files.read_config(model)
     published = Tokenizer.load(str(model))
     assert config["pad_token_id"] == published.hf.pad_token_id
     assert config["pad_token_id"] not in ends
@@ -108,12 +108,12 @@ def test_a_reward_model_of_texts_without_an_end_is_read_at_their_last_token(base
     tokenizer = Tokenizer.load(str(base))
     tokenizer.hf.eos_token, tokenizer.hf.chat_template = None, "{% for m in messages %}{{ m.content }}{% endfor %}"
     write_tokenizer(tokenizer.hf, base)
-    config = bridge.read_config(base)
+    config = model_files.read_config(base)
     (base / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     assert not Tokenizer.load(str(base)).stop_ids
     model = exported(base, "scalar")
     kept = probe_of(model.parent)
-    assert bridge.read_config(model)["pad_token_id"] not in kept["tokens"]
+    assert model_files.read_config(model)["pad_token_id"] not in kept["tokens"]
     assert head_difference(model, kept["tokens"], kept["values"], LayerFactory()) < 1e-4
 
 
@@ -151,7 +151,7 @@ def test_another_tokenizer_brings_all_of_its_templates(base: Path, tmp_path: Pat
     shutil.copytree(base, tmp_path / "source")
     shutil.rmtree(base / "additional_chat_templates")
     model = tmp_path / "copy"
-    bridge.save_hf(iter(()), tmp_path / "source", model, writes=True, tokenizer=str(base), carried=iter(()))
+    model_writer.save_hf(iter(()), tmp_path / "source", model, writes=True, tokenizer=str(base), carried=iter(()))
     assert Tokenizer.load(str(model)).templates.keys() == {"default"}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ptf.compute.world import World, joined
 from ptf.config.sections.model import LoraConfig, ModelConfig
-from ptf.model import bridge
+from ptf.model import bridge, model_writer
 from ptf.model.lora import adapter_names, adapters, merged_weights, whole
 from ptf.model.verify import packed
 from ptf.train import trainer
@@ -38,7 +38,7 @@ def stored(directory: Path, model_type: str, dtype: torch.dtype) -> Path:
     model = load_model(directory, World(), ModelConfig(path=str(directory)), seed=0, precision="fp32")
     configured(directory, dtype=str(dtype).removeprefix("torch."))
     (directory / "model.safetensors").unlink()  # whose dtype an export would have
-    bridge.save_hf(bridge.hf_tensors(model), directory, directory.with_name("stored"), writes=True)
+    model_writer.save_hf(model.hf_tensors(), directory, directory.with_name("stored"), writes=True)
     return directory.with_name("stored")
 
 

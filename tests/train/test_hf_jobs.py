@@ -25,7 +25,7 @@ from ptf.errors import UserError
 from ptf.model import hf_backend
 from ptf.model.reference import export_difference
 from ptf.publish.export_comparison import adapter_difference, model_difference
-from ptf.train.trainer import load_model
+from ptf.train.components import layer_factory_of
 from tests.model.foreign import foreign
 from tests.model.wrappers import wrapper
 from tests.tiny import arithmetic, online, write_jsonl
@@ -110,7 +110,7 @@ def test_targets_that_reach_nothing_are_named(tmp_path):
 
     def build(*targets: str):
         lora = ModelConfig(path="-", backend="hf", lora={**LORA, "targets": list(targets)})  # type: ignore[arg-type]
-        return hf_backend.build(directory, lora=load_model.__globals__["lora_of"](lora))
+        return hf_backend.build(directory, factory=layer_factory_of(lora, adapted=True))
 
     build("*.q_proj")  # control
     with pytest.raises(UserError, match=r"\*\.experts\.\* matches nothing \(model\.layers\.\*\.mlp\.experts\.gate_up"):

@@ -9,7 +9,7 @@ import yaml
 from ptf.config import Job, loads
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import model_writer
 from ptf.train import job_tokenizer as module
 from ptf.train.job_tokenizer import rendered
 from ptf.train.model_source import StartingModel
@@ -85,7 +85,7 @@ def test_what_is_exported_keeps_template_and_arguments_and_not_the_date(tmp_path
     assert tokenizer.render_text(CHAT[:1], True).endswith("<|im_end|>+")
     assert tokenizer.rendering.served
     assert tokenizer.vocab_size == Tokenizer.load(job.model.path).vocab_size + 1
-    bridge.save_hf(iter(()), directory, tmp_path / "model", writes=True, tokenizer=path)
+    model_writer.save_hf(iter(()), directory, tmp_path / "model", writes=True, tokenizer=path)
     served = Tokenizer.load(str(tmp_path / "model"))
     assert served.render_text(CHAT[:1], True).endswith("<|im_end|>+")
     assert served.render_text(CHAT[:1], True)[:10] == datetime.date.today().strftime("%d-%m-%Y")

@@ -55,11 +55,11 @@ def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    bridge.materialize(model, world.device)
     if whole:
-        bridge.load_hf_tensors(model, {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()})
+        model.to_empty(device=world.device)
+        model.load_hf_tensors({n: t.clone() for n, t in load_file(directory / "model.safetensors").items()})
     else:
-        bridge.load_hf(model, directory)
+        model.give_weights(directory, world.device)
     done.set()
     thread.join()
     return most - before, sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
@@ -77,10 +77,9 @@ def test_a_rank_needs_memory_for_its_shards_alone(tmp_path) -> None:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
     model = bridge.build(directory)
-    bridge.materialize(model, torch.device("cpu"))
-    bridge.random_init(model, 0)
+    model.give_weights(Path(), torch.device("cpu"), random=True, seed=0)
     save_file(
-        {n: t.contiguous() for n, t in bridge.hf_tensors(model)},
+        {n: t.contiguous() for n, t in model.hf_tensors()},
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -15,7 +15,6 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.document import Document
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.model.lora import adapter_names
 from ptf.model.reference import export_difference
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
@@ -202,7 +201,7 @@ def test_a_policy_is_its_own_reference_and_is_sent_merged(tmp_path):
     assert worst(learner.logprobs(samples), reference.logprobs(samples)) > 1e-2
     found = learner.collect_weights(0)
     assert found is not None
-    bridge.load_hf_tensors(reference.model, {name: t for bucket in found[0] for name, t in bucket})
+    reference.model.load_hf_tensors({name: t for bucket in found[0] for name, t in bucket})
     assert worst(learner.logprobs(samples), reference.logprobs(samples)) < 1e-5
 
 

@@ -16,9 +16,7 @@ from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model import bridge
 from ptf.model.lora import merged_weights
-from ptf.model.peft_format import PeftFormat
 from ptf.model.reference import export_difference
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.sft.recipe import SFT
@@ -57,7 +55,7 @@ def test_a_run_resumes_to_the_bit_and_merges_its_adapter_into_the_weights_of_the
     trained = load_model(whole / "start", World(), spec, seed=0, precision="fp32")
     pairs = load_file(whole / "adapter" / "adapter_model.safetensors")
     merged, start = load_file(whole / "model" / "model.safetensors"), load_file(whole / "start" / "model.safetensors")
-    rounded = dict(bridge.under_hf_names(merged_weights(trained), trained))
+    rounded = dict(trained.under_hf_names(merged_weights(trained)))
     names = {name.removesuffix(".weight") for name in start if f"base_model.model.{name[:-7]}.lora_A.weight" in pairs}
     assert len(names) == 2 * 7
     for name in names:
@@ -97,12 +95,12 @@ def test_bf16_under_fsdp_computes_what_the_dequantised_model_does(tmp_path: Path
     tokens = tiny.packed([[40, 20]], 64)
     with joined("cpu", 60) as world:
         packed = load_model(directory, world, spec, seed=0, precision="bf16")
-        dequantised = dict(bridge.hf_tensors(packed))
+        dequantised = dict(packed.hf_tensors())
         plain = load_model(directory, world, ModelConfig(path=str(directory)), seed=0, precision="bf16", frozen=True)
         found = []
         for values in (None, dequantised):
             if values:
-                bridge.load_hf_tensors(plain, values)
+                plain.load_hf_tensors(values)
             with torch.no_grad():
                 logits = plain(tokens.tokens, tokens.positions, tokens.segments, lambda x, head: head.logits(x))
             plain.reshard()
@@ -141,7 +139,7 @@ def test_a_policy_sends_what_it_computes_with(tmp_path: Path) -> None:
     assert worst() > 1e-2
     found = learner.collect_weights(0)
     assert found is not None
-    bridge.load_hf_tensors(engine.model, {name: t for bucket in found[0] for name, t in bucket})
+    engine.model.load_hf_tensors({name: t for bucket in found[0] for name, t in bucket})
     assert worst() < 1e-5
 
 
@@ -167,7 +165,7 @@ def test_adapters_on_one_of_the_projections_of_packed_experts_are_written(tmp_pa
     lora = LoraConfig(**{**LORA, "targets": ["layers.*.attn.*_proj", "layers.*.moe.experts.gate_proj"]})
     spec = ModelConfig(path=str(directory), lora=lora, quantization="nf4")
     model = load_model(directory, World(), spec, seed=0, precision="fp32")
-    form = PeftFormat(model)
+    form = model.peft()
     written = dict(form.tensors())
     assert written.keys() == form.names()
     up = [name for name in written if ".experts." in name and "up_proj" in name]

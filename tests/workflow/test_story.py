@@ -176,7 +176,7 @@ CRASHES = {
         "prepare ptf.storage:commit 1",  # its files are there, and its manifest is not
         "tokenize ptf.storage:commit 1",
         "train ptf.storage:finish 2",  # in the second checkpoint
-        "train ptf.model.bridge:save_hf 1",
+        "train ptf.model.model_writer:save_hf 1",
         "evaluate ptf.storage:write_text 1",
         "publish ptf.storage.copies:names_below 1 3",  # three files are there
         "publish ptf.storage.published_versions:point 1",  # all files are there

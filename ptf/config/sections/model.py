@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ptf.config.backends import BackendName
 from ptf.config.section import INIT, Patterns, Plugin, Positive, PositiveFloat, Section
 
 
@@ -62,7 +63,7 @@ class ModelConfig(Section):
     in the published model; a row's own arguments (`template_args` or `chat_template_kwargs`) override them."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` reads only config.json and draws the weights from `seed`."""
-    backend: Literal["ptf", "hf"] = "ptf"
+    backend: BackendName = "ptf"
     """`ptf`: our own decoder. `hf`: any causal language model of transformers, slower; it has no `model.replace`,
     `model.head`, `model.quantization`, tensor parallelism and load-balancing loss (ptf.model.hf_backend). Of a
     multimodal model it trains the language model, on text; the vision and audio parts are published as they are."""

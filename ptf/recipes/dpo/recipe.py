@@ -25,8 +25,8 @@ from ptf.data.document import PackUnit
 from ptf.data.encode import encode_preference
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.chunked import sampled_from, token_logprobs
-from ptf.model.decoder import Decoder
 from ptf.model.lora import adapters_off
+from ptf.model.model import Model
 from ptf.recipes.documents import document_weights, pairs, sums
 from ptf.recipes.dpo.config import DPOConfig
 from ptf.recipes.protocol import FrozenModelSpec, Metrics, Recipe
@@ -60,7 +60,7 @@ class DPO(Recipe):
         """Count the pairs, by their weights."""
         return document_weights(batch)[pairs(batch)[0]].sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs, with accuracy, margins, rewards and log-probs."""
         config, (chosen, rejected) = self.config, pairs(batch)
         # The reference goes first: what the model keeps of its last forward pass (routing) must be the policy's.
@@ -95,15 +95,13 @@ class DPO(Recipe):
             case unknown:
                 assert_never(unknown)
 
-    def precomputed_columns(
-        self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
-    ) -> dict[str, Tensor]:
+    def precomputed_columns(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> dict[str, Tensor]:
         """Return `reference_logprobs` of the responses' tokens: [B, T]."""
         reference = frozen_models["reference"]
         with torch.no_grad(), adapters_off(reference):  # a policy that is its own reference has adapters
             return {"reference_logprobs": self.logprobs(reference, batch)}
 
-    def reference_logprobs(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> Tensor | None:
+    def reference_logprobs(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> Tensor | None:
         """Return the reference's log-prob of each response, [documents]; None without a reference."""
         if self.config.loss_type == "simpo":
             return None
@@ -112,7 +110,7 @@ class DPO(Recipe):
         )
         return self.of_answers(token_columns["reference_logprobs"], batch)
 
-    def logprobs(self, model: Decoder, batch: Batch) -> Tensor:
+    def logprobs(self, model: Model, batch: Batch) -> Tensor:
         """Return the log-probs of the responses' tokens, 0 elsewhere: [B, T]."""
         head_fn = partial(token_logprobs, **sampled_from(batch))
         return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)[0]

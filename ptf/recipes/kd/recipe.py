@@ -25,9 +25,9 @@ from ptf.data.encode import encode_document
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.chunked import cross_entropy
-from ptf.model.decoder import Decoder
 from ptf.model.divergence import Divergence, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
+from ptf.model.model import Model
 from ptf.recipes.kd.config import KDConfig
 from ptf.recipes.protocol import FrozenModelSpec, Metrics, Recipe
 
@@ -59,7 +59,7 @@ class KD(Recipe):
         """Encode a row as SFT does."""
         return encode_document(row, tokenizer, source, self.context.train_on)
 
-    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the mean divergence from the teachers, summed over tokens, and its metrics."""
         if self.config.top_k is None:
             return self._nested_passes(list(self.config.teachers), model, batch, frozen_models, torch.is_grad_enabled())
@@ -84,9 +84,7 @@ class KD(Recipe):
         """The settings that decide what is computed."""
         return self.config.top_k, self.config.temperature
 
-    def precomputed_columns(
-        self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]
-    ) -> dict[str, Tensor]:
+    def precomputed_columns(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> dict[str, Tensor]:
         """Return each teacher's likeliest tokens, `NAME_ids` [B, T, k], and their log-probs and that of all others,
         `NAME_logprobs` [B, T, k + 1]."""
         k = self.config.top_k
@@ -117,9 +115,9 @@ class KD(Recipe):
     def _nested_passes(
         self,
         names: list[str],
-        model: Decoder,
+        model: Model,
         batch: Batch,
-        frozen_models: Mapping[str, Decoder],
+        frozen_models: Mapping[str, Model],
         gradients: bool,
         outputs: tuple[TeacherOutput, ...] = (),
     ) -> tuple[Tensor, Metrics]:
@@ -148,9 +146,9 @@ class KD(Recipe):
         x: Tensor,
         head: Head,
         batch: Batch,
-        model: Decoder,
+        model: Model,
         outputs: tuple[TeacherOutput, ...],
-        teachers: Mapping[str, Decoder],
+        teachers: Mapping[str, Model],
     ) -> tuple[Tensor, Metrics]:
         divergences, config = {}, self.config
         how = Divergence(config.loss_type, config.beta, config.temperature)
@@ -194,7 +192,7 @@ class KD(Recipe):
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
 
 
-def shared_vocabulary(model: Decoder, teacher: Decoder, name: str) -> int:
+def shared_vocabulary(model: Model, teacher: Model, name: str) -> int:
     """Return the number of vocabulary rows that both models have.
 
     Checkpoints of one tokenizer may have more rows than it has tokens, and different numbers of them. Raises UserError

@@ -15,7 +15,7 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, samples_of
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes.opd.config import OPDConfig
 from ptf.recipes.policy import ClippedPolicy
 from ptf.recipes.protocol import FrozenModelSpec, Metrics
@@ -36,7 +36,7 @@ class OPD(ClippedPolicy):
         """True, because `compute_advantages` compares the teacher's log-probs with them."""
         return True
 
-    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the clipped objective; the metric `kl_teacher` estimates KL(π_old ‖ π_teacher) of a token, in nats."""
         loss, metrics = super().loss(model, batch, frozen_models)
         return loss, {**metrics, "kl_teacher": -(batch.token_columns["advantages"] * batch.loss_weights).sum()}

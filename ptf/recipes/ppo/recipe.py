@@ -19,7 +19,7 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.model.scalar import Scalar
 from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.policy import RewardedPolicy
@@ -33,7 +33,7 @@ class Critic(CriticRecipe):
 
     config: PPOConfig
 
-    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the clipped squared error of the values, summed over tokens."""
         values = model(batch.tokens, batch.positions, batch.segments, values_of, varlen=batch.varlen)  # [B, T]
         old, returns = batch.token_columns["values"], batch.token_columns["returns"]

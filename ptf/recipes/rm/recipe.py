@@ -25,7 +25,7 @@ from ptf.data.document import PackUnit
 from ptf.data.encode import encode_preference, encode_scored
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes.documents import document_weights, ends, pairs, values_at
 from ptf.recipes.protocol import Metrics, Recipe
 from ptf.recipes.rm.config import RMConfig
@@ -63,7 +63,7 @@ class RM(Recipe):
         counts = document_weights(batch)[pairs(batch)[0]] if self.config.loss_type == "pair" else batch.loss_weights
         return counts.sum(dtype=torch.float64)
 
-    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs or responses, with the predicted score and accuracy."""
         scores = self.scores(model, batch)
         if self.config.loss_type == "pair":
@@ -93,7 +93,7 @@ class RM(Recipe):
         """Whether its score is the log-odds of a probability, so that its calibration is measured."""
         return self.config.loss_type == "binary"
 
-    def judgements(self, model: Decoder, batch: Batch) -> Tensor:
+    def judgements(self, model: Model, batch: Batch) -> Tensor:
         """Return predicted scores, labels and lengths of the scored responses: [3, responses]."""
         columns = (self.of_answers(batch, name) for name in ("score", "answer_length"))
         return torch.stack([self.scores(model, batch), *columns])
@@ -107,7 +107,7 @@ class RM(Recipe):
             )
         return batch.token_columns.get(name, batch.loss_weights).flatten()[batch.trained_positions]
 
-    def scores(self, model: Decoder, batch: Batch) -> Tensor:
+    def scores(self, model: Model, batch: Batch) -> Tensor:
         """Return the predicted scores in fp32: of each document of pairs, [documents], otherwise of each scored
         response, [responses]."""
         # weights are aligned with the targets

@@ -16,7 +16,7 @@ from ptf.data.document import PackUnit
 from ptf.data.encode import encode_document
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.chunked import next_token_loss
-from ptf.model.decoder import Decoder
+from ptf.model.model import Model
 from ptf.recipes.protocol import Metrics, Recipe
 from ptf.recipes.sft.config import SFTConfig
 
@@ -30,7 +30,7 @@ class SFT(Recipe):
         """Encode a row as a document."""
         return encode_document(row, tokenizer, source, self.context.train_on)
 
-    def loss(self, model: Decoder, batch: Batch, frozen_models: Mapping[str, Decoder]) -> tuple[Tensor, Metrics]:
+    def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the cross-entropy summed over trained tokens."""
         head_fn = partial(next_token_loss, batch=batch)
         loss, documents = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)

@@ -23,7 +23,7 @@ from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.config.sections.model import ModelConfig
 from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
-from ptf.model import bridge
+from ptf.model import model_writer
 from ptf.model.sampling import ROUNDING, nucleus, restrict
 from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.generation_checks import generation_errors
@@ -102,7 +102,7 @@ def small_model(place: Path, seed: int) -> Path:
     source.mkdir()
     (source / "config.json").write_text(json.dumps(CONFIG))
     model = load_model(source, World(), ModelConfig(path=str(source), init="random"), seed=seed, precision="fp32")
-    bridge.save_hf(bridge.hf_tensors(model), source, place / f"model-{seed}", writes=True)
+    model_writer.save_hf(model.hf_tensors(), source, place / f"model-{seed}", writes=True)
     return place / f"model-{seed}"
 
 
@@ -113,7 +113,7 @@ def alternating(first: Sequence[Request], second: Sequence[Request]) -> list[Req
 
 def buckets_of(engine: NativeEngine) -> list[Bucket]:
     """Return copies of an engine's tensors in buckets, sorted by Hugging Face name."""
-    tensors = [(name, tensor.clone()) for name, tensor in bridge.hf_tensors(engine.model)]
+    tensors = [(name, tensor.clone()) for name, tensor in engine.model.hf_tensors()]
     return list(into_buckets(sorted(tensors)))
 
 

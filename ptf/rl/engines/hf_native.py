@@ -18,10 +18,10 @@ from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie
 from ptf.errors import first_line
 from ptf.model import hf_backend, hf_checks
-from ptf.model.decoder import Decoder
 from ptf.model.head import Head
 from ptf.model.hf_checks import PROBE
 from ptf.model.layers import LayerFactory
+from ptf.model.model import Model
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request
 from ptf.rl.engines.response import ResponseInProgress
@@ -47,13 +47,13 @@ class HFNativeEngine(NativeEngine):
 
     def load_model(
         self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
-    ) -> Decoder:
+    ) -> Model:
         """See NativeEngine. Buffers keep their dtype."""
-        model = hf_backend.build(directory, head="lm", lora=factory.lora if factory else None)
+        model = hf_backend.build(directory, head="lm", factory=factory)
         for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.to(dtype)
-        hf_backend.load(model, directory, device, random=False, seed=seed)
-        return cast("Decoder", model)
+        model.give_weights(directory, device, seed=seed)
+        return model
 
     @torch.no_grad()
     def _why_uncached(self) -> str:

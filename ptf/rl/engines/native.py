@@ -21,13 +21,12 @@ from ptf.data.batch import Batch
 from ptf.data.document import Document
 from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie
-from ptf.model import bridge
+from ptf.model import bridge, model_files
 from ptf.model.attention import Attend
 from ptf.model.chunked import sampled_from, token_logprobs
-from ptf.model.decoder import Decoder
 from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
-from ptf.model.peft_format import format_of
+from ptf.model.model import Model
 from ptf.model.sampling import restrict
 from ptf.rl.engines.continuous_batch import ContinuousBatch
 from ptf.rl.engines.kv_cache import Cache
@@ -82,7 +81,7 @@ class NativeEngine:
 
     def load_model(
         self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
-    ) -> Decoder:
+    ) -> Model:
         """Return the frozen model of a directory."""
         model = bridge.load(directory, device, head="lm", factory=factory, seed=seed)
         return model.to(dtype).requires_grad_(False).eval()
@@ -294,8 +293,8 @@ class NativeEngine:
                 raise SyncError(
                     f"weight sync {manifest.version} refused: it is an adapter, and this engine's model has none"
                 )
-            form = format_of(self.model) if manifest.adapter is not None else None
-            names = form.names() if form else bridge.hf_names(self.model)
+            form = self.model.peft() if manifest.adapter is not None else None
+            names = form.names() if form else self.model.hf_names()
             if different := names ^ manifest.digests.keys():
                 raise SyncError(
                     f"weight sync {manifest.version} refused: the trainer and the engine do not have the same tensors: "
@@ -309,8 +308,8 @@ class NativeEngine:
             if form:
                 form.copy(tensors.__getitem__)
             else:
-                bridge.load_hf_tensors(self.model, tensors)
-            held = form.tensors() if form else bridge.hf_tensors(self.model)
+                self.model.load_hf_tensors(tensors)
+            held = form.tensors() if form else self.model.hf_tensors()
             raise_if_other_values(held, tensors, manifest.version)
             self.version = manifest.version
             return receipt
@@ -327,7 +326,7 @@ class NativeEngine:
 
 def served_dtype(directory: Path, device: torch.device) -> torch.dtype:
     """Return the dtype that a model is served in: that of its files, but fp32 on a CPU without units for bf16."""
-    stored = bridge.export_dtype(directory)
+    stored = model_files.export_dtype(directory)
     if stored == torch.float32 or device.type != "cpu" or multiplies_bf16():
         return stored
     print("this CPU has no units for bf16: the model computes in fp32", flush=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie, TrieCursor
 from ptf.errors import UserError
-from ptf.model import bridge, hf_backend
+from ptf.model import bridge, hf_backend, model_files
 from ptf.model.peft_format import save
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.protocol import NOTHING, Progress, Request
@@ -132,7 +132,7 @@ class VLLMEngine:
         self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
         weakref.finalize(self, contexts.close)  # when the process ends, at the latest
         self.names = expected_names(directory)
-        if version < 0 and "quantization_config" in bridge.read_config(directory):
+        if version < 0 and "quantization_config" in model_files.read_config(directory):
             arguments |= unquantised(directory, self._directory / "model")
         with nothing_outlives_it() if tensor > 1 else contextlib.nullcontext():
             self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -366,9 +366,9 @@ class VLLMEngine:
 
 def _model_arguments(directory: Path, seed: int, dtype: str, max_model_len: int) -> dict[str, Any]:
     """Return the arguments of vLLM that name the model, and those that are always the same."""
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     overrides = hf_overrides(config)
-    if bridge.unties(directory):
+    if model_files.unties(directory):
         untied = {"tie_word_embeddings": False}
         text = {"text_config": overrides.get("text_config", {}) | untied} if "text_config" in config else {}
         overrides |= untied | text
@@ -395,7 +395,7 @@ def _device_arguments(directory: Path, max_model_len: int, cpu_kv_cache_gib: flo
     """Return the engine arguments that differ between a CPU and a GPU."""
     if not on_cpu():
         return {"gpu_memory_utilization": gpu_share, "enable_sleep_mode": True}
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     # layers that keep a state in place of keys and values
     has_states = "linear_num_value_heads" in (config.get("text_config") or config)
     return {
@@ -415,7 +415,7 @@ def _device_arguments(directory: Path, max_model_len: int, cpu_kv_cache_gib: flo
 
 def max_lora_rank(rank: int, directory: Path, dtype: str) -> int:
     """Return the adapter rank for which vLLM reserves memory. Raises UserError for adapters that it cannot serve."""
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     experts = any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if experts:
         rank *= 2  # where gate and up share an adapter (ptf.model.peft_format)
@@ -531,7 +531,7 @@ def expected_names(directory: Path) -> ExpectedNames:
     They are not the checkpoint's where it stores tensors packed (MXFP4: the policy sends their values), under other
     prefixes, or beside the language model (a vision tower, which is not trained: vLLM keeps what it has loaded).
     """
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     text = config.get("text_config") or {}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     with TensorFiles(directory) as files:
@@ -542,7 +542,7 @@ def expected_names(directory: Path) -> ExpectedNames:
     except UserError:  # a model of transformers (model.backend: hf), whose policy sends what it trains of it
         carried = hf_backend.carried_names(directory)
         return ExpectedNames(stored - carried, stored & carried)
-    return ExpectedNames(bridge.hf_names(model), stored)
+    return ExpectedNames(model.hf_names(), stored)
 
 
 def unquantised(directory: Path, without: Path) -> dict[str, Any]:
@@ -551,7 +551,7 @@ def unquantised(directory: Path, without: Path) -> dict[str, Any]:
     A policy sends values and not packed blocks, which a quantised layer could not take. The model is made by a copy of
     config.json without the quantisation, in the directory `without`, and with random weights.
     """
-    config = bridge.read_config(directory)
+    config = model_files.read_config(directory)
     without.mkdir(parents=True)
     kept = {key: value for key, value in config.items() if key != "quantization_config"}
     (without / "config.json").write_text(json.dumps(kept))

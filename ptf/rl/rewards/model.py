@@ -16,7 +16,7 @@ from ptf.data.response_conversation import history_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward
 from ptf.errors import UserError
-from ptf.model import bridge
+from ptf.model import model_files
 from ptf.model.scalar import is_scalar
 from ptf.recipes.documents import last_values
 from ptf.rl.cluster import RoleGroup, split_over_workers
@@ -28,7 +28,7 @@ from ptf.train.trainer import forget_forwards
 
 def raise_if_without_score(place: Path) -> None:
     """Raise UserError unless the directory's model has a scalar head; a missing one would be drawn at random."""
-    if not is_scalar(bridge.read_config(place)):
+    if not is_scalar(model_files.read_config(place)):
         raise UserError(
             f"rollout.reward_model.path: {place} is no reward model: its config.json names no "
             "…ForSequenceClassification; train one with the recipe rm"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptf.model import bridge
+from ptf.model import bridge, model_files
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.vllm_engine import expected_names, unquantised
 from ptf.rl.engines.vllm_extension import forget_kernels_of_experts, refusing_lost_weights
@@ -37,7 +37,7 @@ def directory(request, tmp_path) -> Path:
 def sent(directory: Path) -> set[str]:
     """The names that a policy sends that was loaded from a checkpoint."""
     model = bridge.load(directory)
-    return {name for name, _ in bridge.hf_tensors(model)}
+    return {name for name, _ in model.hf_tensors()}
 
 
 def test_what_the_policy_sends_is_expected(directory):
@@ -65,7 +65,7 @@ def test_a_quantised_model_whose_weights_are_replaced_is_made_without_the_quanti
     arguments = unquantised(tmp_path / "a", tmp_path / "b" / "model")
     assert arguments == {"model": str(tmp_path / "b" / "model"), "load_format": "dummy"}
     written = json.loads((tmp_path / "b" / "model" / "config.json").read_text())
-    whole = bridge.read_config(tmp_path / "a")
+    whole = model_files.read_config(tmp_path / "a")
     assert whole == written | {"quantization_config": whole["quantization_config"]}
     assert "quantization_config" not in written
 

@@ -1,0 +1,41 @@
+"""The models of a backend (`model.backend`), by its name. `BACKENDS` (ptf/config/backends.py) says which there are."""
+
+import importlib
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ptf.config.backends import BACKENDS, BackendName
+from ptf.model.config import DecoderConfig
+from ptf.model.families import MODULES
+from ptf.model.layers import LayerFactory
+from ptf.model.model import Model
+from ptf.model.model_files import read_config
+
+
+class Backend(Protocol):
+    """A module that builds models."""
+
+    def build(
+        self, directory: Path, *, head: Literal["lm", "scalar"] | None = None, factory: LayerFactory | None = None
+    ) -> Model:
+        """Return a model of the right shape on the meta device (without memory).
+
+        `head` is the kind of head; None takes that of the checkpoint. `factory` replaces components and adds adapters.
+        Raise UserError for a model that cannot be trained, and for a replacement or an adapter that matches nothing.
+        """
+        ...
+
+    def decoder_config(self, directory: Path) -> DecoderConfig:
+        """Return the sizes of the model in a directory; weights are not read."""
+        ...
+
+
+def backend_of(name: BackendName) -> Backend:
+    """Return the backend of this name."""
+    module: Any = importlib.import_module(BACKENDS[name].code)
+    return module
+
+
+def capable(directory: Path, preferred: BackendName) -> BackendName:
+    """Return the backend that `preferred` names, or `hf` where ptf has not the family of the model in a directory."""
+    return preferred if read_config(directory).get("model_type") in MODULES else "hf"
