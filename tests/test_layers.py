@@ -91,7 +91,7 @@ PACKAGES = {
     "gymnasium": ["ptf/rl/environments/gymnasium.py"],
     "textarena": ["ptf/rl/environments/textarena.py"],
     "reasoning_gym": ["ptf/rl/environments/reasoning_gym.py"],
-    "mcp": ["ptf/rl/environments/mcp_connection.py"],
+    "mcp": ["ptf/rl/environments/mcp.py"],
     "rich": ["ptf/cli.py", "ptf/inspection/plan.py", "ptf/inspection/terminal.py", "ptf/episode_preview/terminal.py"],
 }
 ALGO_CONFIGS = [

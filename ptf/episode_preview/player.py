@@ -18,7 +18,7 @@ from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.episodes import Episode, run_episodes
 from ptf.rl.event_loop import run_coroutine
 from ptf.rl.policy.policy import Limits
-from ptf.rl.rewards.by_source import Rewards, mark_without_result, score_groups
+from ptf.rl.rewards.scoring import Rewards, mark_without_result, score_groups
 from ptf.rl.sampler import Sampler, seed_of
 from ptf.workspace import progress
 
@@ -99,7 +99,9 @@ class Player:
         self.together = job.rollout.prompts_per_step * job.rollout.group_size  # the most episodes at once
         self.timeout_s = sampler.episode_timeout_s or job.compute.timeout_s
         self.limits = sampler.limits(job.rollout.max_new_tokens, job.rollout.temperature)
-        self.per_prompt = job.rollout.group_size if rewards and rewards.score_whole_groups else 1
+        of_sources = rewards.by_source.values() if rewards else ()
+        scores_groups = any(workers.signature.scores == "group" for workers, _ in of_sources)
+        self.per_prompt = job.rollout.group_size if scores_groups else 1
 
     def play(self, script: Script | None, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
         """Play this many episodes, `per_prompt` to each prompt, and score them.

@@ -36,7 +36,7 @@ from ptf.rl.cluster import Pool, RoleGroup
 from ptf.rl.engines.vllm_support import config_of, installed_build, verdict_on
 from ptf.rl.job_cluster import job_cluster
 from ptf.rl.prompts import held_out_prompts
-from ptf.rl.rewards.by_source import Rewards
+from ptf.rl.rewards.scoring import Rewards
 from ptf.rl.rollout_role import evaluation_engine, evaluation_rewards, sampler_spec, trie_of
 from ptf.rl.validate import affordable, pass_rates
 from ptf.train.batch_sharding import deal
@@ -252,8 +252,9 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
         # the native engine runs in this process
         with job_cluster(job, run, [pool], local=engine == "native") as cluster:
             for prefix, directory in models.items():
-                spec = sampler_spec(job, directory, tokenizer_path, run, trie, engine=engine, length=length)
-                group = cluster.start(spec)
+                group = cluster.start(
+                    sampler_spec(job, directory, tokenizer_path, run, trie, engine=engine, length=length)
+                )
                 with cluster.phase(group, "evaluate"):
                     for name, source_prompts in prompts.items():
                         file = run / gate.RESPONSES / ("start" if prefix else "") / f"{name}.jsonl"
@@ -282,8 +283,9 @@ def measure_responses_to(
         max_no_result_share=job.rollout.max_no_result_share if job.rollout else 0.1,
     )
     storage.write_text(str(file), "".join(json.dumps(a, default=str) + "\n" for a in responses))
-    own = {name: compute_own_metric(name, plugin, responses) for name, plugin in job.evaluate.metrics.items()}
-    return metrics | own
+    return metrics | {
+        name: compute_own_metric(name, plugin, responses) for name, plugin in job.evaluate.metrics.items()
+    }
 
 
 def measure_ranking(job: Job, run: Path) -> dict[str, float]:

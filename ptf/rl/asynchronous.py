@@ -21,7 +21,7 @@ from ptf.rl.flight_ledger import LEDGER_FILE, FlightLedger
 from ptf.rl.in_flight import Ask, InFlight
 from ptf.rl.online_job import OnlineJob
 from ptf.rl.policy.policy import Limits
-from ptf.rl.rewards.by_source import GroupScoring, mark_without_result
+from ptf.rl.rewards.scoring import GroupScoring, mark_without_result
 from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.rollouts import Rollouts
 from ptf.rl.sampler import seed_of

@@ -20,8 +20,7 @@ from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.protocol import edges_of
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
 from ptf.rl.job_cluster import offload_path
-from ptf.rl.rewards.by_source import Rewards
-from ptf.rl.rewards.scoring import RewardWorkers
+from ptf.rl.rewards.scoring import Rewards, RewardWorkers
 from ptf.rl.sampler import Sampler, SamplerSettings
 from ptf.rl.weights.traffic import WIDTH
 

@@ -17,8 +17,8 @@ from ptf.data.trajectory import Group, NoResult, Reward
 from ptf.errors import UserError
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.online_job import OnlineJob
-from ptf.rl.rewards.by_source import GroupScoring, mark_without_result
 from ptf.rl.rewards.model import RewardModelClient
+from ptf.rl.rewards.scoring import GroupScoring, mark_without_result
 from ptf.rl.rollout_role import rewards_of
 from ptf.workspace import progress
 

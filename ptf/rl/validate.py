@@ -15,7 +15,7 @@ from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model import matrix_product, model_files
 from ptf.rl.cluster import RoleGroup
-from ptf.rl.rewards.by_source import Rewards, score_groups
+from ptf.rl.rewards.scoring import Rewards, score_groups
 from ptf.workspace import progress
 
 CPU_FLOPS = 1e13  # of an evaluation by default: four minutes at 40 GFLOP/s, which two cores with AVX2 reach

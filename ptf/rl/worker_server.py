@@ -32,7 +32,7 @@ from ptf.config import Plugin, plugin
 from ptf.config.plugin_checks import environment_fault
 from ptf.config.reward_signature import RewardSignature
 from ptf.errors import UserError
-from ptf.rl.rewards import concurrent as overlapping
+from ptf.rl.rewards import declarations as overlapping
 from ptf.rl.rewards.calls import Response, call_arguments, checked_rewards
 from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Gone
 

@@ -15,7 +15,7 @@ from ptf.config.foreign_names import FOREIGN, hint
 from ptf.config.schema import jobs as jobs_by_name
 from ptf.config.section import Section
 from ptf.config.tree import Node, SourceLocation, _over, merge, parse
-from ptf.rl.rewards.concurrent import reward_of
+from ptf.rl.rewards.declarations import reward_of
 
 SFT = "recipe: sft\nmodel: {path: m}\ndata: {sources: {chat: {path: a.jsonl}}}\ntrain: {steps: 10, lr: 1e-4}\n"
 GRPO = (

@@ -128,7 +128,7 @@ def count_phases(visit: Callable[[int, str], Any]) -> None:
     from ptf.recipes.sft.recipe import SFT
     from ptf.rl.in_flight import InFlight
     from ptf.rl.response_log import ResponseLog
-    from ptf.rl.rewards.by_source import GroupScoring
+    from ptf.rl.rewards.scoring import GroupScoring
     from ptf.rl.worker_process import WorkerProcess
     from ptf.train import precompute
     from ptf.train.trainer import Trainer

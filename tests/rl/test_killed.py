@@ -21,7 +21,7 @@ KILLED = """
     from ptf.compute import checkpoint
     from ptf.config import load
     from ptf.rl.cluster import LocalRoleGroup
-    from ptf.rl.rewards.by_source import GroupScoring
+    from ptf.rl.rewards.scoring import GroupScoring
     from ptf.run import run
 
     phase, step = sys.argv[2], int(sys.argv[3])

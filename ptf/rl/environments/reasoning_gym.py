@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptf.errors import UserError, raise_if_missing
-from ptf.rl.rewards.concurrent import one_by_one
+from ptf.rl.rewards.declarations import one_by_one
 
 raise_if_missing("reasoning_gym", "reasoning-gym")
 

@@ -1,6 +1,5 @@
 """The rollout function of an environment: policy and environment take turns until one is done or no room is left."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,8 +74,7 @@ def transcript(generations: Sequence[Generation], tokenizer: Tokenizer) -> str:
     If the template rewrites a response later, the rewritten form is included too.
     """
     ids = list[int]()
-    for generation, later in itertools.pairwise([*generations, None]):
-        assert generation is not None
+    for generation, later in zip(generations, [*generations[1:], None], strict=True):
         after = later.context if later else np.zeros(0, np.int32)
         here = np.concatenate([generation.context, generation.sampled_ids])[: len(after)]
         different = np.flatnonzero(here != after[: len(here)])

@@ -84,8 +84,9 @@ async def play(row: Mapping[str, Any], base_url: str, api_key: str, seed: int, *
     os.environ[name] = api_key
     try:
         client = vf.EvalClientConfig(base_url=base_url, api_key_var=name)
-        context = vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig())
-        episode = await made.run_episode(task(row["task"]), context)
+        episode = await made.run_episode(
+            task(row["task"]), vf.ModelContext(model="policy", client=client, sampling=vf.SamplingConfig())
+        )
     finally:
         del os.environ[name]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

@@ -15,8 +15,8 @@ DEFINED_IN = {  # name in this package → where it is defined: module and name
     "http_batch": ("http_reward", "HttpBatchReward"),
     "judge": ("judge_reward", "JudgeReward"),
     "weighted": ("weighted_sum", "WeightedSum"),
-    "scores_groups": ("decorators", "scores_groups"),
-    "batched": ("decorators", "batched"),
+    "scores_groups": ("declarations", "scores_groups"),
+    "batched": ("declarations", "batched"),
     "EpisodeView": ("episode_view", "EpisodeView"),
 }
 

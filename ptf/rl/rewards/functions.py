@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from ptf.rl.rewards.concurrent import one_by_one
+from ptf.rl.rewards.declarations import one_by_one
 from ptf.rl.rewards.sandbox.run_tests import run_tests, sandbox_line
 
 

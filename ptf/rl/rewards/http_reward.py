@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.rl.rewards.decorators import batched
+from ptf.rl.rewards.declarations import batched
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.rewards.server_reward import RequestFault, ServerReward, raise_if_no_count
 

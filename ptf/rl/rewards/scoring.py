@@ -1,4 +1,5 @@
-"""Scoring responses with a reward, in worker processes that may crash or hang without harm.
+"""Scoring of responses with the rewards of a job: one of all sources, or one for each of several. They run in worker
+processes, which may crash or hang without harm.
 
 A call that raises, returns no number, or takes too long is retried; if it fails again the outcome is `NoResult` with
 the reason, never 0.0.
@@ -9,15 +10,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from ptf.config import Plugin, plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
-from ptf.data.trajectory import Group, NoResult, Reward
+from ptf.data.trajectory import Group, NoResult, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.rewards.calls import Response
-from ptf.rl.rewards.concurrent import first_lines
+from ptf.rl.rewards.declarations import first_lines
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.worker_messages import Fault
 from ptf.rl.worker_process import Call, CallQueue, WorkerProcess
@@ -45,7 +47,7 @@ class RewardWorkers:
 
     def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Outcome]:
         """Return the outcomes of responses to different prompts, each a row and a text, in order."""
-        with Scoring() as scoring:
+        with GroupScoring() as scoring:
             for number, (row, text) in enumerate(items):
                 scoring.ask(number, self, [Response(dict(row), text)])
             return [outcome for (outcome,) in scoring.outcomes().values()]
@@ -72,15 +74,36 @@ class RewardWorkers:
             worker.close()
 
 
-class Scoring:
-    """Responses that are scored as they come, in groups; `outcomes` returns their outcomes.
+@dataclass(frozen=True)
+class Rewards:
+    """Rewards and the factors on them, by source; the one of all sources has the name ""."""
+
+    by_source: Mapping[str, tuple[RewardWorkers, float]]
+
+    def take_retries(self) -> int:
+        """Return how many responses were scored once more since the last call."""
+        return sum(workers.take_retries() for workers, _ in self.by_source.values())
+
+    def close(self) -> None:
+        """End the processes."""
+        for workers, _ in self.by_source.values():
+            workers.close()
+
+
+class GroupScoring:
+    """Groups that are scored while others are still generated.
+
+    `add` is called with each group as soon as it is there, from any thread; `finish` returns all of them with their
+    outcomes: those that their rollout functions gave, otherwise those of their sources' rewards. Responses of a source
+    without a reward stay as they are.
 
     A response without a result is scored up to `retries` times more: of a group all are scored again, of a batch those
-    without a result, one by one. `within_s` seconds after `outcomes` was called, none is scored. `ask` may be called
-    from any thread.
+    without a result, one by one. `within_s` seconds after `outcomes` was called, none is scored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rewards: Rewards | None = None) -> None:
+        self.by_source = rewards.by_source if rewards else {}
+        self.weights: dict[int, float] = {}  # number of a group → the factor on its rewards
         self.lock = threading.Lock()
         self.groups: dict[int, list[int]] = {}  # number of a group → the numbers of its responses
         self.responses: list[tuple[RewardWorkers, Response]] = []
@@ -94,6 +117,28 @@ class Scoring:
     def __exit__(self, *_: object) -> None:
         for future in list(self.waiting):
             future.cancel()
+
+    def add(self, number: int, group: Group) -> None:
+        """Begin to score a group, which has this number among all groups.
+
+        A replica that was replaced may have given it before.
+        """
+        reward = self.by_source.get(group[0].prompt.source, self.by_source.get(""))
+        if reward is not None:
+            workers, self.weights[number] = reward
+            self.ask(number, workers, responses_left_to(workers, group))
+
+    def finish(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with their outcomes."""
+        for number, group in enumerate(groups):
+            self.add(number, group)
+        scored = list(groups)
+        for number, outcomes in self.outcomes().items():
+            weight, group = self.weights[number], groups[number]
+            # of the responses that have no outcome from their rollout function
+            rest = (Reward(weight * one.value) if isinstance(one, Reward) else one for one in outcomes)
+            scored[number] = tuple(t if t.outcome is not None else replace(t, outcome=next(rest)) for t in group)
+        return scored
 
     def ask(self, number: int, workers: RewardWorkers, group: Sequence[Response]) -> None:
         """Begin to score the responses of a group; one whose number is known has been asked for."""
@@ -127,8 +172,9 @@ class Scoring:
         until = time.monotonic() + max((workers.within_s for workers in self.batches), default=0.0)
         for numbers in self.batches.values():
             self._call(numbers)
-        late = NoResult("it was not scored: scoring took longer than compute.timeout_s")
-        outcomes: list[Outcome] = [late] * len(self.responses)
+        outcomes: list[Outcome] = [NoResult("it was not scored: scoring took longer than compute.timeout_s")] * len(
+            self.responses
+        )
         retries = [0] * len(self.responses)
         with contextlib.suppress(Empty):  # no more time
             while self.waiting:
@@ -164,3 +210,17 @@ def responses_left_to(workers: RewardWorkers, group: Group) -> list[Response]:
         for t in group
         if t.outcome is None
     ]
+
+
+def score_groups(rewards: Rewards | None, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with their outcomes; without rewards, with those of their rollout functions."""
+    with GroupScoring(rewards) as scoring:
+        return scoring.finish(groups)
+
+
+def mark_without_result(t: Trajectory) -> Trajectory:
+    """Return the episode; one that nothing has scored gets the outcome NoResult."""
+    if t.outcome is not None:
+        return t
+    reason = "nothing scored the episode: its agent or rollout function gave no reward, and there is no rollout.reward"
+    return replace(t, outcome=NoResult(reason))

@@ -4,7 +4,6 @@ Secrets are read from environment variables when they are needed. They are sent 
 """
 
 import asyncio
-import importlib.util
 import json
 import os
 import random
@@ -13,15 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
+
+import httpx
 
 from ptf.errors import UserError
 from ptf.rl.loopback import mounts
 from ptf.workspace.credentials import HIDDEN, SHORTEST, redacted
-
-if TYPE_CHECKING:
-    import httpx
 
 LONGEST_WAIT_S = 30.0  # before a retry, whatever the server asks for
 SHOWN = 300  # characters of a reply in a message
@@ -99,11 +97,9 @@ class ServerReward:
 
     @classmethod
     def first_lines(cls, **args: Any) -> list[str]:
-        """Return the first line that a run prints about the reward. Raises UserError if it cannot be used here: httpx
-        is not installed, or a secret is not in the environment."""
+        """Return the first line that a run prints about the reward. Raises UserError if it cannot be used here: a
+        secret is not in the environment."""
         reward = cls(**args)
-        if importlib.util.find_spec("httpx") is None:
-            raise UserError("requests over HTTP need the package httpx: pip install httpx")
         reward.secret_headers()
         return [f"reward: {reward.asks} {reward.address}, up to {reward.max_concurrent_calls} at once"]
 
@@ -136,8 +132,6 @@ class ServerReward:
 
     async def _attempt(self, content: bytes) -> Any:
         """Return the JSON that the server answers. Raises RequestFault, and _PassingFault where a retry may help."""
-        import httpx
-
         try:
             async with asyncio.timeout(self.timeout_s):
                 status, headers, data = await self._exchange(content)
@@ -173,15 +167,12 @@ class ServerReward:
             return response.status_code, response.headers, bytes(data[:ERROR_BYTES] if is_error else data)
 
     @cached_property
-    def _client(self) -> "httpx.AsyncClient":
+    def _client(self) -> httpx.AsyncClient:
         """The connections, made with the first request. This machine is reached without a proxy."""
-        import httpx
-
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(
             headers={**HEADERS, **self.secret_headers()},
             timeout=None,
-            limits=limits,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             mounts=mounts(self.url),
             follow_redirects=False,
         )

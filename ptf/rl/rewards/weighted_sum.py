@@ -7,7 +7,7 @@ from ptf.config import Plugin, plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
 from ptf.errors import UserError
 from ptf.rl.rewards.calls import checked_reward
-from ptf.rl.rewards.concurrent import (
+from ptf.rl.rewards.declarations import (
     first_lines,
     is_asynchronous,
     max_concurrent_calls,

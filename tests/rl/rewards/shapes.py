@@ -6,7 +6,7 @@ import threading
 import time
 
 from ptf.rl.rewards import batched, scores_groups
-from ptf.rl.rewards.concurrent import one_by_one
+from ptf.rl.rewards.declarations import one_by_one
 
 
 def fault(text: str) -> None:

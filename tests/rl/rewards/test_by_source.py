@@ -8,8 +8,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import ConfigError, Plugin, loads
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.rl.environments.protocol import StepResult
-from ptf.rl.rewards.by_source import Rewards, score_groups
-from ptf.rl.rewards.scoring import RewardWorkers
+from ptf.rl.rewards.scoring import Rewards, RewardWorkers, score_groups
 from ptf.run import run
 from tests.rl.test_controller import raw as raw  # a fixture
 
@@ -106,7 +105,7 @@ def test_sources_without_a_reward_are_refused(raw, change, message):
 def test_answers_are_scored_while_others_are_generated(raw, monkeypatch):
     """The reward of a group has been called before the last group was there; a replica that is replaced gives a group
     twice, which is scored once."""
-    from ptf.rl.rewards.by_source import GroupScoring
+    from ptf.rl.rewards.scoring import GroupScoring
 
     workers = RewardWorkers(Plugin(use=f"{__name__}:longer"), 5)
     try:

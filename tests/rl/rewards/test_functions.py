@@ -10,7 +10,7 @@ import pytest
 
 from ptf.config import ConfigError, Plugin
 from ptf.data.trajectory import NoResult, Reward
-from ptf.rl.rewards.concurrent import one_by_one
+from ptf.rl.rewards.declarations import one_by_one
 from ptf.rl.rewards.functions import exact, numeric
 from ptf.rl.rewards.scoring import RewardWorkers
 from tests.rl.rewards.shapes import fault

@@ -16,10 +16,9 @@ from ptf.config.reward_signature import RewardSignature
 from ptf.data.trajectory import Generation, Group, NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.rl.rewards import batched, scores_groups
-from ptf.rl.rewards.by_source import Rewards, score_groups
 from ptf.rl.rewards.calls import Response, call_arguments, checked_rewards
-from ptf.rl.rewards.concurrent import COROUTINES, max_concurrent_calls
-from ptf.rl.rewards.scoring import RewardWorkers, responses_left_to
+from ptf.rl.rewards.declarations import COROUTINES, max_concurrent_calls
+from ptf.rl.rewards.scoring import Rewards, RewardWorkers, responses_left_to, score_groups
 from ptf.rl.rewards.weighted_sum import WeightedSum
 from ptf.rl.worker_messages import Fault
 from tests.rl.rewards.shapes import Sizes, lengths

@@ -49,7 +49,30 @@ class Malformed(Exception):
     """What was received is not a value's form."""
 
 
-def encode(value: Any, other: Callable[[Any], list], base: bool = False) -> Any:  # noqa: C901  one branch for each type
+def _tuple(value: tuple, of: Callable[[Any], Any]) -> list:
+    kind, items = type(value), [of(v) for v in tuple.__iter__(value)]
+    fields = getattr(kind, "_fields", None)
+    if isinstance(fields, tuple) and kind.__module__ != "builtins":
+        return ["T", kind.__name__, list(fields), items]
+    return ["t", items]
+
+
+ENCODERS: dict[type, Callable[[Any, Callable[[Any], Any]], Any]] = {  # of subclasses too; `of` encodes what is inside
+    int: lambda value, of: of(int.__index__(value)),
+    float: lambda value, of: float.__float__(value),
+    str: lambda value, of: str.__str__(value),
+    bytes: lambda value, of: ["b", base64.b64encode(value).decode()],
+    bytearray: lambda value, of: ["B", base64.b64encode(value).decode()],
+    tuple: _tuple,
+    list: lambda value, of: ["l", [of(v) for v in list.__iter__(value)]],
+    set: lambda value, of: ["s", [of(v) for v in value]],
+    frozenset: lambda value, of: ["f", [of(v) for v in value]],
+    dict: lambda value, of: ["d", [[of(k), of(v)] for k, v in dict.items(value)]],
+    range: lambda value, of: ["r", of(value.start), of(value.stop), of(value.step)],
+}
+
+
+def encode(value: Any, other: Callable[[Any], list], base: bool = False) -> Any:
     """Return the value as JSON's types; what is not plain data is what `other` makes of it.
 
     A subclass that the response defines is not plain, for it may have methods and state of its own, unless `base` asks
@@ -66,29 +89,11 @@ def encode(value: Any, other: Callable[[Any], list], base: bool = False) -> Any:
         return value if -SMALL < value < SMALL else ["i", format(value, "x")]
     if kind.__module__ == ANSWER and not base:
         return other(value)
-    if isinstance(value, int):
-        return encode(int.__index__(value), other)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, str):
-        return str.__str__(value)
     if kind is complex:
         return ["c", value.real, value.imag]
-    if isinstance(value, bytes | bytearray):
-        return ["b" if isinstance(value, bytes) else "B", base64.b64encode(value).decode()]
-    if isinstance(value, tuple):
-        fields = getattr(kind, "_fields", None)
-        if isinstance(fields, tuple) and kind.__module__ != "builtins":
-            return ["T", kind.__name__, list(fields), [of(v) for v in tuple.__iter__(value)]]
-        return ["t", [of(v) for v in tuple.__iter__(value)]]
-    if isinstance(value, list):
-        return ["l", [of(v) for v in list.__iter__(value)]]
-    if isinstance(value, set | frozenset):
-        return ["s" if isinstance(value, set) else "f", [of(v) for v in value]]
-    if isinstance(value, dict):
-        return ["d", [[of(k), of(v)] for k, v in dict.items(value)]]
-    if kind is range:
-        return ["r", of(value.start), of(value.stop), of(value.step)]
+    for built_in in kind.__mro__:
+        if built_in in ENCODERS:
+            return ENCODERS[built_in](value, of)
     if arguments := LIBRARY.get((kind.__module__, kind.__qualname__)):
         return ["L", kind.__module__, kind.__qualname__, [of(v) for v in arguments(value)]]
     return of_numpy(value, other) or other(value)

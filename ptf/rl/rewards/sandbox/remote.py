@@ -61,13 +61,12 @@ class Link:
                     break
                 self._called_back(*reply[1:])
             names, given = reply[1:]
-            self.raised = self.exception(names, [decode(a, self.received) for a in given])
+            self.raised = raised = self.exception(names, [decode(a, self.received) for a in given])
         except (Malformed, TypeError, ValueError, KeyError, IndexError, RecursionError, MemoryError) as error:
             self.failed(f"what the response sent cannot be read: {error}")
         except (EOFError, OSError):
             self.failed("the response's process ended")
-        assert self.raised is not None
-        raise self.raised
+        raise raised
 
     def value(self, kind: str, *rest: Any) -> Any:
         """Return the value that the response replies to a request."""

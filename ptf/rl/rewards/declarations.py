@@ -1,16 +1,21 @@
-"""How many calls of a reward or of an environment overlap in one process (ptf.rl.worker_server).
+"""What a reward declares: whether it is called with one response, with all responses to a prompt, or with a batch of
+responses to any prompts, and how many of its calls overlap in one process.
 
-They are 256 of an `async def`, up to 64 of a plain function, in threads, and as many as its attribute
-`max_concurrent_calls` says, if it has one."""
+A reward without a declaration is called with one response; ptf.config.reward_signature reads that attribute. Calls of
+an `async def` that overlap are 256, of a plain function up to 64, in threads, and as many as its attribute
+`max_concurrent_calls` says, if it has one. The same number holds for an environment.
+"""
 
 import asyncio
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ptf.config import Plugin, plugin
+from ptf.config.reward_signature import called
 
+Target = TypeVar("Target", bound=Callable[..., Any])
 COROUTINES = 256  # of a coroutine function without an attribute `max_concurrent_calls`
 THREADS = 64  # of a plain function without one
 
@@ -22,6 +27,45 @@ def one_by_one(function: Callable) -> Callable:
     """
     setattr(function, "max_concurrent_calls", 1)  # noqa: B010 - a function's type has no such attribute
     return function
+
+
+def scores_groups(reward: Target) -> Target:
+    """Declare that the reward is `(row, texts, **args) -> list[float]`: it is called once for each prompt, with all
+    responses to it, and returns one number for each, in their order.
+
+    A call that fails is repeated, with the whole group, up to `rollout.reward_retries` times; if it still fails, no
+    response to the prompt has a result.
+    """
+    return _declared(reward, "group", 1)
+
+
+def batched(max_size: int | Callable[..., int]) -> Callable[[Target], Target]:
+    """Declare that the reward is `(items, **args) -> list[float]`: it is called with up to `max_size` responses to any
+    prompts, each `(row, text)`, and returns one number for each, in their order.
+
+    `max_size` may be a function of the reward's arguments. If a call fails, its responses are scored again one by one.
+    Calls of a plain function, or of an object with a plain `__call__`, are made one after the other, unless its
+    attribute `max_concurrent_calls` says how many may overlap: it computes, with a model that is used by one thread at
+    a time.
+    """
+    if isinstance(max_size, int) and max_size < 1:
+        raise ValueError(f"a batch has at least one response, so max_size cannot be {max_size}")
+
+    def declare(reward: Target) -> Target:
+        if not (hasattr(reward, "max_concurrent_calls") or inspect.iscoroutinefunction(called(reward))):
+            one_by_one(reward)
+        return _declared(reward, "batch", max_size)
+
+    return declare
+
+
+def _declared(reward: Target, scores: str, max_size: int | Callable[..., int]) -> Target:
+    """Set the attributes of a function or a class."""
+    if "scored_together" in vars(reward):
+        raise TypeError(f"{reward.__name__} is declared twice: a reward scores groups or batches")
+    for name, value in (("scored_together", scores), ("max_size", max_size)):
+        setattr(reward, name, value)
+    return reward
 
 
 def reward_of(what: Plugin) -> Callable[..., Any]:
