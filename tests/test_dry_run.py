@@ -1,6 +1,7 @@
 """`ptf check --dry-run` and `ptf doctor`."""
 
 import json
+from collections.abc import Callable
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,14 +24,23 @@ from tests.loopback import Loopback, running
 from tests.tiny import arithmetic, checkpoint, online, write_jsonl
 from tests.train.test_preferences import preferences
 
+Said = Callable[[dict[str, Any], int], str]
 
-def said(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-    before = sorted(tmp_path.rglob("*"))
-    status = main(["check", "--dry-run", str(tmp_path / "job.yaml")])
-    assert sorted(tmp_path.rglob("*")) == before  # it leaves nothing
-    out = capfd.readouterr()
-    return status, out.out + out.err
+
+@pytest.fixture
+def said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Said:
+    """Return a function that rehearses a job, which must end with this status, and returns what it said."""
+
+    def said(raw: dict[str, Any], status: int) -> str:
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+        before = sorted(tmp_path.rglob("*"))
+        found = main(["check", "--dry-run", str(tmp_path / "job.yaml")])
+        out = capfd.readouterr()
+        assert found == status, out.out + out.err
+        assert sorted(tmp_path.rglob("*")) == before  # it leaves nothing
+        return out.out + out.err
+
+    return said
 
 
 @pytest.fixture
@@ -42,30 +52,23 @@ def sampled(raw: dict[str, Any], tmp_path: Path, reward: str) -> dict[str, Any]:
     return online(raw, tmp_path, reward) | {"train": {"steps": 100, "lr": 1e-4, "precision": "fp32"}}
 
 
-def test_a_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_works(raw: dict[str, Any], said: Said) -> None:
     raw["compute"] = {"launcher": "ray", "workers": 4}
-    status, text = said(raw, tmp_path, capfd)
-    assert status == 0, text
+    text = said(raw, 0)
     assert "no problem found" in text
     assert "step 1/1" in text
     assert ("GPU" in text) is torch.cuda.is_available(), "its memory is of interest where there is one"
 
 
-def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status, text = said(sampled(raw, tmp_path, "ptf.rl.rewards:numeric"), tmp_path, capfd)
-    assert status == 0, text
-    assert "reward" in text
+def test_an_online_job_that_works(raw: dict[str, Any], tmp_path: Path, said: Said) -> None:
+    assert "reward" in said(sampled(raw, tmp_path, "ptf.rl.rewards:numeric"), 0)
 
 
-def test_a_job_of_many_engines_is_rehearsed_with_one(
-    raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_of_many_engines_is_rehearsed_with_one(raw: dict[str, Any], tmp_path: Path, said: Said) -> None:
     job = sampled(raw, tmp_path, "ptf.rl.rewards:numeric")
     job["compute"] = {"launcher": "ray", "workers": 4}
     job["rollout"] |= {"engine": "vllm", "replicas": 2, "tensor_parallel_size": 2}
-    status, text = said(job, tmp_path, capfd)
-    assert status == 0, text
-    assert "no problem found" in text
+    assert "no problem found" in said(job, 0)
 
 
 def test_memory_is_that_of_the_plan(raw: dict[str, Any], tmp_path: Path) -> None:
@@ -83,26 +86,20 @@ def test_memory_is_that_of_the_plan(raw: dict[str, Any], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["kd", "kd ahead"])
-def test_teachers_are_narrow_too(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_teachers_are_narrow_too(name: str, tmp_path: Path, said: Said) -> None:
     raw = preferences(tmp_path, name)
-    status, text = said(raw, tmp_path, capfd)
-    assert status == 0, text
-    assert "step 1/1" in text
+    assert "step 1/1" in said(raw, 0)
     (tmp_path / "teacher" / "model.safetensors").unlink()
-    status, text = said(raw, tmp_path, capfd)
-    assert status == 2
-    assert f"wide: {tmp_path}/teacher has no model.safetensors" in text
+    assert f"wide: {tmp_path}/teacher has no model.safetensors" in said(raw, 2)
 
 
-def test_a_reference_that_does_not_fit_is_found(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_that_does_not_fit_is_found(tmp_path: Path, said: Said) -> None:
     raw = preferences(tmp_path, "dpo")
     raw["algo"] = {"reference": str(checkpoint(tmp_path / "other", num_hidden_layers=3))}
-    status, text = said(raw, tmp_path, capfd)
-    assert status == 2
-    assert "reference: the model in" in text
+    assert "reference: the model in" in said(raw, 2)
 
 
-def test_a_reference_beside_the_model_is_narrow_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_reference_beside_the_model_is_narrow_too(tmp_path: Path, said: Said) -> None:
     raw = preferences(tmp_path, "dpo")
     place = Path(raw["model"]["path"])
     sizes = json.loads((place / "config.json").read_text())
@@ -110,36 +107,24 @@ def test_a_reference_beside_the_model_is_narrow_too(tmp_path: Path, capfd: pytes
     other = checkpoint(tmp_path / "other", **shared)
     Tokenizer.load(str(place)).save(str(other))
     raw["algo"] = {"reference": str(other)}
-    status, text = said(raw, tmp_path, capfd)
-    assert status == 0, text
-    assert "step 1/1" in text
+    assert "step 1/1" in said(raw, 0)
 
 
-def test_a_reward_that_raises_is_found(raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_that_raises_is_found(raw: dict[str, Any], tmp_path: Path, said: Said) -> None:
     raw = sampled(raw, tmp_path, "ptf.rl.rewards:numeric")
     raw["rollout"]["reward"]["args"] = {"column": "absent"}
-    status, text = said(raw, tmp_path, capfd)
-    assert status == 2
-    assert "absent" in text
+    assert "absent" in said(raw, 2)
 
 
-def test_a_row_that_cannot_be_masked_is_found(
-    raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_that_cannot_be_masked_is_found(raw: dict[str, Any], tmp_path: Path, said: Said) -> None:
     write_jsonl(tmp_path / "train.jsonl", [{"messages": [{"role": "user", "content": "1+1="}]}])
-    status, text = said(raw, tmp_path, capfd)
-    assert status == 2
-    assert "train.jsonl:1" in text
+    assert "train.jsonl:1" in said(raw, 2)
 
 
-def test_a_place_that_cannot_be_written_is_found(
-    raw: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_cannot_be_written_is_found(raw: dict[str, Any], tmp_path: Path, said: Said) -> None:
     (tmp_path / "file").touch()
     raw["checkpoint"] = {"to": str(tmp_path / "file" / "below")}
-    status, text = said(raw, tmp_path, capfd)
-    assert status == 2
-    assert "checkpoint.to" in text
+    assert "checkpoint.to" in said(raw, 2)
 
 
 def test_a_narrow_config_keeps_the_family_and_the_depth() -> None:
@@ -210,8 +195,6 @@ def test_a_narrow_mixture_of_experts_is_a_member_of_its_family(model_type: str) 
 
 
 def test_a_gpu_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     seen = SimpleNamespace(name="a GPU", total_memory=80 * 2**30, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -4,6 +4,7 @@ files of ours that others wrote into, numbers, markup."""
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,18 +39,8 @@ def test_a_full_disk_under_checkpoints_is_named_with_what_is_needed(tmp_path):
     apart = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", SMALL.format(size=400), str(place)]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this kernel lets no user mount a small disk")
-    command = [
-        *apart,
-        sys.executable,
-        "-m",
-        "ptf.cli",
-        "train",
-        str(config),
-        "--run-name",
-        "a",
-        "--set",
-        f"checkpoint.to={place}",
-    ]
+    command = [*apart, sys.executable, "-m", "ptf.cli", "train", str(config), "--run-name", "a"]
+    command += ["--set", f"checkpoint.to={place}"]
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
@@ -108,11 +99,8 @@ def test_a_record_of_retraining_that_cannot_be_read_is_one_sentence(tmp_path, co
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("--mfu", "2"),
-        ("--mfu", "nan"),
-        ("--mfu", "0"),
-        ("--gpu-memory-gib", "-1"),
-        ("--gpu-memory-gib", "inf"),
+        *(("--mfu", value) for value in ("2", "nan", "0")),
+        *(("--gpu-memory-gib", value) for value in ("-1", "inf")),
         ("--workers", "0"),
     ],
 )
@@ -136,11 +124,8 @@ def big(row: dict, text: str) -> float:
 
 
 def test_a_reward_beyond_what_training_can_count_is_no_result():
-    rewards = RewardWorkers(Plugin(use="tests.test_plain_errors:big"), retries=0)
-    try:
+    with closing(RewardWorkers(Plugin(use="tests.test_plain_errors:big"), retries=0)) as rewards:
         found = rewards.score([({}, text) for text in ("1", "1e308", "-1e308", "nan", "inf", "1e12")])
-    finally:
-        rewards.close()
     assert [type(outcome) for outcome in found] == [Reward, NoResult, NoResult, NoResult, NoResult, Reward]
     assert "the reward is 1e+308, not a number from -1e+12 to 1e+12" in found[1].reason  # type: ignore[union-attr]
 

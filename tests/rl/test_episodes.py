@@ -49,14 +49,8 @@ class Scripted:
             ids = np.array(
                 [*self.tokenizer.encode(text), self.tokenizer.stop_ids[0]][: request.sampling.max_new_tokens], np.int32
             )
-        n = len(ids)
-        return Generation(
-            request.context,
-            ids,
-            -np.arange(1.0, n + 1, dtype=np.float32),
-            np.full(n, 3, np.int32),
-            bool(ids[-1] in self.tokenizer.stop_ids),
-        )
+        logprobs, versions = -np.arange(1.0, len(ids) + 1, dtype=np.float32), np.full(len(ids), 3, np.int32)
+        return Generation(request.context, ids, logprobs, versions, bool(ids[-1] in self.tokenizer.stop_ids))
 
 
 @pytest.fixture
@@ -74,28 +68,20 @@ def environments(request):
 
 
 def episodes(rows, tokenizer, environments, **limits):
-    how = Limits(
-        Sampling(limits.get("answer", 8), 1.0, tokenizer.stop_ids),
-        limits.get("length", 200),
-        limits.get("vocabulary"),
-    )
+    sampling = Sampling(limits.get("answer", 8), 1.0, tokenizer.stop_ids)
+    how = Limits(sampling, limits.get("length", 200), limits.get("vocabulary"))
     play = EnvironmentRollout(environments, limits.get("turns", 8)) if environments else one_response
     return [
         Episode(
-            Prompt(np.array([9], np.int32), row, "a", i),
-            how,
-            tokenizer,
-            lambda turn, i=i: 100 * i + turn + 1,
-            play,
+            Prompt(np.array([9], np.int32), row, "a", i), how, tokenizer, lambda turn, i=i: 100 * i + turn + 1, play
         )
         for i, row in enumerate(rows)
     ]
 
 
 def played(rows, tokenizer, environments, in_batches=False, **limits):
-    return asyncio.run(
-        run_all(Scripted(tokenizer, in_batches=in_batches), episodes(rows, tokenizer, environments, **limits))
-    )
+    engine = Scripted(tokenizer, in_batches=in_batches)
+    return asyncio.run(run_all(engine, episodes(rows, tokenizer, environments, **limits)))
 
 
 def facts(t):
@@ -148,8 +134,7 @@ def test_real_conversations_are_replayed_with_the_ids_that_are_trained(shared):
 def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
     """How many were split into several samples."""
     split = 0
-    environments = Environments(Plugin(use="tests.rl.environments:Replay"))
-    try:
+    with contextlib.closing(Environments(Plugin(use="tests.rl.environments:Replay"))) as environments:
         for c in conversations:
             wanted = chat_samples(c.messages, tokenizer, tools=c.tools)
             script = {}
@@ -157,13 +142,8 @@ def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
                 edges = np.flatnonzero(np.diff(sample.loss_weights != 0, prepend=False, append=False)).reshape(-1, 2)
                 script |= {sample.tokens[:a].tobytes(): sample.tokens[a:b] for a, b in edges}
             how = Limits(Sampling(10**6, 1.0, tokenizer.stop_ids), 10**6)
-            episode = Episode(
-                Prompt(np.zeros(0, np.int32), {"messages": c.messages, "tools": c.tools}, "a", 0),
-                how,
-                tokenizer,
-                lambda turn: 0,
-                EnvironmentRollout(environments, 1000),
-            )
+            prompt = Prompt(np.zeros(0, np.int32), {"messages": c.messages, "tools": c.tools}, "a", 0)
+            episode = Episode(prompt, how, tokenizer, lambda turn: 0, EnvironmentRollout(environments, 1000))
             (made,) = asyncio.run(run_all(Scripted(tokenizer, script), [episode]))
             assert made.outcome == Reward(1.0)
             assert made.complete
@@ -173,8 +153,6 @@ def replayed(conversations: list[Conversation], tokenizer: Tokenizer) -> int:
                 assert ours.tokens.tolist() == theirs.tokens.tolist()
                 assert ours.loss_weights.tolist() == theirs.loss_weights.tolist()
             split += len(found) > 1
-    finally:
-        environments.close()
     return split
 
 
@@ -182,22 +160,12 @@ def test_streams_follow_their_tokens_through_merges_and_cuts(tokenizer):
     """Three generations, of which the third begins anew: each sampled token is trained once, with its columns."""
 
     def generated(context, sampled, first):
-        return Generation(
-            np.array(context, np.int32),
-            np.array(sampled, np.int32),
-            np.arange(first, first + len(sampled), dtype=np.float32),
-            np.zeros(len(sampled), np.int32),
-            True,
-        )
+        ids, logprobs = np.array(sampled, np.int32), np.arange(first, first + len(sampled), dtype=np.float32)
+        return Generation(np.array(context, np.int32), ids, logprobs, np.zeros(len(sampled), np.int32), True)
 
     generations = generated([1, 2], [3, 4], 0), generated([1, 2, 3, 4, 5], [6], 2), generated([1, 9], [7, 8], 3)
-    t = Trajectory(
-        Prompt(np.array([1, 2]), {}, "a", 0),
-        generations,
-        "",
-        Reward(1.0),
-        {"old_logprobs": np.arange(5, dtype=np.float32) + 10},
-    )
+    columns = {"old_logprobs": np.arange(5, dtype=np.float32) + 10}
+    t = Trajectory(Prompt(np.array([1, 2]), {}, "a", 0), generations, "", Reward(1.0), columns)
     assert [len(run) for run in group_into_documents(generations)] == [2, 1]
     first, second = samples_of(t, np.arange(5) + 20)
     assert first.tokens.tolist() == [1, 2, 3, 4, 5, 6]
@@ -342,14 +310,12 @@ def test_an_environment_that_goes_on_without_a_message_is_named(tokenizer, envir
 
 
 def test_one_that_cannot_be_played_again_is_not_taken_for_the_same(tokenizer):
-    environments = Environments(Plugin(use="tests.rl.environments:Moody"), processes=1, timeout_s=1.5)
-    try:
+    moody = Environments(Plugin(use="tests.rl.environments:Moody"), processes=1, timeout_s=1.5)
+    with contextlib.closing(moody) as environments:
         steady, gone = played([{}, {"at": 2, "fault": "die"}], tokenizer, environments, in_batches=True)
         assert isinstance(gone.outcome, NoResult)
         assert isinstance(steady.outcome, Reward | NoResult)
         assert "did not give the same replies as before" in gone.outcome.reason
-    finally:
-        environments.close()
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -467,11 +433,8 @@ def test_an_environment_without_its_methods_is_told_their_names(tokenizer, name,
         raise_if_wrong_environments(rollout)
     echo = {"use": "tests.rl.environments:Echo"}
     raise_if_wrong_environments(RolloutConfig(environment=echo))  # the control
-    environments = Environments(what)
-    try:
+    with contextlib.closing(Environments(what)) as environments:
         (found,) = played([{}], tokenizer, environments)
-    finally:
-        environments.close()
     assert isinstance(found.outcome, NoResult)
     assert told in found.outcome.reason
     assert told in capsys.readouterr().out
@@ -484,10 +447,7 @@ def test_the_environment_of_the_documentation_plays(tokenizer, tmp_path, monkeyp
     (tmp_path / "shop_of_the_page.py").write_text(shop)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    environments = Environments(Plugin(use="shop_of_the_page:Shop"))
-    try:
+    with contextlib.closing(Environments(Plugin(use="shop_of_the_page:Shop"))) as environments:
         (found,) = played([{"messages": [{"role": "user", "content": "1"}], "answer": "2"}], tokenizer, environments)
-        assert found.complete
-        assert found.outcome in (Reward(0.0), Reward(1.0))
-    finally:
-        environments.close()
+    assert found.complete
+    assert found.outcome in (Reward(0.0), Reward(1.0))

@@ -1,6 +1,7 @@
 """Rollouts in flight on the virtual clock: ages, batches, and the same tokens however long anything takes."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import random
@@ -55,13 +56,8 @@ class Engine:
         ids = rng.integers(10, 99, 1 + int(rng.lognormal(1.5, 1.0)), np.int32)
         mine = ids[request.offset : request.offset + request.sampling.max_new_tokens]
         whole = request.offset + len(mine) == len(ids)
-        return Generation(
-            request.context,
-            mine,
-            np.full(len(mine), -0.5, np.float32),
-            np.full(len(mine), self.version, np.int32),
-            whole,
-        )
+        logprobs, versions = np.full(len(mine), -0.5, np.float32), np.full(len(mine), self.version, np.int32)
+        return Generation(request.context, mine, logprobs, versions, whole)
 
 
 def player(turns: int = 1, pause: bool = False, most: int = 40):
@@ -100,16 +96,10 @@ def ages(groups: list[InFlightGroup], step: int) -> list[int]:
 
 
 def told(taken):
-    return [
-        [
-            (
-                group.number,
-                [(g.sampled_ids.tolist(), g.versions.tolist()) for t in group.trajectories for g in t.generations],
-            )
-            for group in of
-        ]
-        for of in taken
-    ]
+    def said(group):
+        return [(g.sampled_ids.tolist(), g.versions.tolist()) for t in group.trajectories for g in t.generations]
+
+    return [[(group.number, said(group)) for group in of] for of in taken]
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
@@ -260,11 +250,9 @@ def test_an_episode_that_ends_before_its_recorded_responses_does_not_repeat(wall
 def test_an_episode_that_gives_up_a_request_is_named():
     async def hasty(prompt, version, i, ask):
         request = Request(np.array([1, 2], np.int32), Sampling(400, 1.0, (9,)), 3)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.01):
                 await ask(request)
-        except TimeoutError:
-            pass
         return Trajectory(prompt, (), "", Reward(0.0))
 
     engine = Engine()

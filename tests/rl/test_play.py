@@ -5,7 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+import yaml
 
+from ptf.compute.tracking import read_metrics
 from ptf.config import ConfigError, loads
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult, Prompt, Reward, group_into_documents, samples_of
@@ -17,6 +19,7 @@ from tests.data.templates import templated
 from tests.rl.endpoint.served import Scripted, user
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.tiny import checkpoint
+from tests.train.test_loop import train
 
 
 @pytest.fixture
@@ -60,15 +63,8 @@ async def wrong(prompt, policy, *, how="raise"):
 def episodes(play, tokenizer, n=1, timeout_s=None, length=2000):
     limits = Limits(Sampling(20, 1.0, tokenizer.stop_ids), length)
     return [
-        Episode(
-            Prompt(np.array([9], np.int32), {}, "a", i),
-            limits,
-            tokenizer,
-            lambda k, i=i: 50 * i + k + 1,
-            play,
-            timeout_s,
-        )
-        for i in range(n)
+        Episode(prompt, limits, tokenizer, lambda k, i=i: 50 * i + k + 1, play, timeout_s)
+        for i, prompt in enumerate(Prompt(np.array([9], np.int32), {}, "a", i) for i in range(n))
     ]
 
 
@@ -147,8 +143,6 @@ def test_batches_of_plays_do_not_depend_on_their_pace(tmp_path, tokenizer):
     "others", [{"environment": {"use": "tests.rl.environments:Echo"}}, {"harness": {"command": ["x"]}}]
 )
 def test_a_job_has_one_kind_of_play(raw, others):
-    import yaml
-
     raw["rollout"] |= {"play": {"use": "tests.rl.test_play:best_of"}} | others
     raw["rollout"].pop("reward", None)
     with pytest.raises(ConfigError, match="give one, not both"):
@@ -156,16 +150,11 @@ def test_a_job_has_one_kind_of_play(raw, others):
 
 
 def test_a_run_trains_on_plays_and_shows_what_they_count(raw):
-    import yaml
-
-    from ptf.compute.tracking import read_metrics
-    from ptf.run import run
-
     raw["rollout"] |= {"play": {"use": "tests.rl.test_play:twice", "args": {"n": 3}}}
     raw["rollout"].pop("reward", None)
     raw["train"]["steps"] = 2
     raw["evaluate"] = {}
-    rows = read_metrics(run(loads(yaml.safe_dump(raw)), "a") / "metrics.jsonl")
+    rows = read_metrics(train(raw) / "metrics.jsonl")
     assert [(row["turns"], row["episode/asked"]) for row in rows] == [(3.0, 3.0)] * 2
 
 

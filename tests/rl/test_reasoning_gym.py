@@ -76,14 +76,10 @@ def test_the_prompt_asks_for_the_answer_where_the_score_reads_it(tmp_path) -> No
 
 def test_scores_are_computed_by_the_worker_processes(tmp_path) -> None:
     found = made(tmp_path, {"chain_sum": {"level": 0}})["test"]
-    workers = RewardWorkers(
-        Plugin(use="ptf.rl.environments.reasoning_gym:score", args={"tag": None}), timeout_s=60.0, retries=0
-    )
-    try:
+    score = Plugin(use="ptf.rl.environments.reasoning_gym:score", args={"tag": None})
+    with contextlib.closing(RewardWorkers(score, timeout_s=60.0, retries=0)) as workers:
         right = workers.score([(row, row["answer"]) for row in found])
         wrong = workers.score([(row, "x") for row in found])
-    finally:
-        workers.close()
     assert right == [Reward(1.0)] * 5
     assert all(isinstance(outcome, Reward) and outcome.value < 0.1 for outcome in wrong)
 

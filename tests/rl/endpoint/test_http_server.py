@@ -60,11 +60,16 @@ async def serving(**options):
         await log.server.close()
 
 
-async def connected(log):
+async def connected(log, data=b""):
     given = socket.socket()
     given.setblocking(False)
     await asyncio.get_running_loop().sock_connect(given, ("127.0.0.1", log.server.port))
+    await send(given, data)
     return given
+
+
+async def send(given, data):
+    await asyncio.get_running_loop().sock_sendall(given, data)
 
 
 async def received(given, until=None):
@@ -80,8 +85,7 @@ async def received(given, until=None):
 
 
 async def asked(log, data, until=None):
-    with await connected(log) as given:
-        await asyncio.get_running_loop().sock_sendall(given, data)
+    with await connected(log, data) as given:
         return await received(given, until)
 
 
@@ -92,28 +96,26 @@ async def eventually(condition):
 
 
 def run(test, **options):
+    """Run a test, whose connections must all end; return what became of the answers."""
+
     async def main():
         async with serving(**options) as log:
-            return await test(log)
+            await test(log)
+            await eventually(lambda: not log.server.connections)
+            return log.events
 
     return asyncio.run(main())
 
 
 def test_requests_follow_each_other_and_may_be_sent_at_once():
     async def test(log):
-        loop = asyncio.get_running_loop()
         with await connected(log) as given:
             for body in (b"", b"abc"):
-                await loop.sock_sendall(given, post(body))
+                await send(given, post(body))
                 assert f'["POST", "/a", {len(body)}]'.encode() in await received(given, b"]")
         together = await asked(log, GET + post(b"1234") + post(b"12", headers="Connection: close\r\n"))
-        assert [together.count(part) for part in (b"HTTP/1.1 200", b'"/a", 0]', b'"/a", 4]', b'"/a", 2]')] == [
-            3,
-            1,
-            1,
-            1,
-        ]
-        return log.events
+        parts = (b"HTTP/1.1 200", b'"/a", 0]', b'"/a", 4]', b'"/a", 2]')
+        assert [together.count(part) for part in parts] == [3, 1, 1, 1]
 
     assert run(test) == ["sending"] * 5
 
@@ -126,11 +128,9 @@ def test_bodies_in_chunks_heads_and_expectations():
         head = await asked(log, b"HEAD /a HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
         assert head.endswith(b"\r\n\r\n")
-        with await connected(log) as given:
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(given, post(b"ab", headers="Expect: 100-continue\r\n")[:-2])
+        with await connected(log, post(b"ab", headers="Expect: 100-continue\r\n")[:-2]) as given:
             assert (await received(given, b"\r\n\r\n")).startswith(b"HTTP/1.1 100")
-            await loop.sock_sendall(given, b"ab")
+            await send(given, b"ab")
             assert b'"/a", 2]' in await received(given, b"]")
         assert b'["BREW", "/a", 0]' in await asked(log, GET.replace(b"GET", b"BREW"), b"]")
 
@@ -170,21 +170,17 @@ def test_slow_and_idle_clients_are_left():
     async def test(log):
         for begun in (b"", b"GET /a HTT", post(b"abcdef")[:-3]):
             assert await asked(log, begun) == b""
-        loop = asyncio.get_running_loop()
-        with await connected(log) as slow:  # it never reads
-            await loop.sock_sendall(slow, post(b"", "/large"))
+        with await connected(log, post(b"", "/large")):  # it never reads
             await eventually(lambda: "lost" in log.events)
-        await eventually(lambda: not log.server.connections)
 
     run(test, idle_s=0.1, request_s=0.1, send_s=0.2)
 
 
 def test_a_request_that_trickles_has_a_deadline():
     async def test(log):
-        loop = asyncio.get_running_loop()
         with await connected(log) as given, contextlib.suppress(ConnectionError):
             for byte in GET * 100:
-                await loop.sock_sendall(given, bytes([byte]).replace(b"\n", b"-"))
+                await send(given, bytes([byte]).replace(b"\n", b"-"))
                 await asyncio.sleep(0.02)
             pytest.fail("the server reads on")
 
@@ -205,10 +201,7 @@ def test_the_longest_waiting_connection_makes_room_for_a_new_one():
 
 def test_connections_whose_answers_are_being_made_are_kept():
     async def test(log):
-        loop = asyncio.get_running_loop()
-        busy = [await connected(log) for _ in range(2)]
-        for given in busy:
-            await loop.sock_sendall(given, post(b"", "/wait"))
+        busy = [await connected(log, post(b"", "/wait")) for _ in range(2)]
         await eventually(lambda: len(log.server.connections) == 2 and not log.server.waiting)
         with pytest.raises((ConnectionError, AssertionError)):
             assert await asked(log, GET)
@@ -222,12 +215,10 @@ def test_connections_whose_answers_are_being_made_are_kept():
 
 def test_bytes_of_all_bodies_are_bounded():
     async def test(log):
-        loop = asyncio.get_running_loop()
-        with await connected(log) as given:
-            await loop.sock_sendall(given, post(b"x" * 900)[:-1])
+        with await connected(log, post(b"x" * 900)[:-1]) as given:
             await eventually(lambda: log.server.receiving == 899)
             assert b" 429 " in await asked(log, post(b"x" * 200), b"}}")
-            await loop.sock_sendall(given, b"x")
+            await send(given, b"x")
             assert b" 200 " in await received(given, b"]")
         assert log.server.receiving == 0
 
@@ -253,18 +244,14 @@ def reset(given):
 )
 def test_lost_is_called_once_where_the_answer_was_not_read(path, reads, ends, lost):
     async def test(log):
-        loop = asyncio.get_running_loop()
-        given = await connected(log)
-        await loop.sock_sendall(given, post(b"", path))
+        given = await connected(log, post(b"", path))
         await eventually(lambda: "sending" in log.events)
         await asyncio.sleep(0.02)
         if reads == "all":
             await received(given, b"0\r\n\r\n" if path == "/stream" else b"]")
         elif reads == "some":
-            await loop.sock_recv(given, 20)
+            await asyncio.get_running_loop().sock_recv(given, 20)
         ends(given)
-        await eventually(lambda: not log.server.connections)
-        return log.events
 
     assert run(test) == ["sending"] + ["lost"] * lost
 
@@ -274,52 +261,38 @@ def test_an_answer_that_meets_a_closed_connection_is_not_received(ends):
     """The server writes before it can notice, and the kernel answers with an error."""
 
     async def test(log):
-        loop = asyncio.get_running_loop()
-        given = await connected(log)
-        await loop.sock_sendall(given, post(b"", "/wait"))
+        given = await connected(log, post(b"", "/wait"))
         await eventually(lambda: log.server.connections and not log.server.waiting)
         log.hold.set()
         ends(given)
-        await eventually(lambda: not log.server.connections)
-        return log.events
 
     assert run(test) in ([], ["sending", "lost"])
 
 
 def test_what_comes_after_a_received_answer_does_not_lose_it():
     async def test(log):
-        loop = asyncio.get_running_loop()
         for last in (b"no request\r\n\r\n", b"GET /a HT", b""):
-            given = await connected(log)
-            await loop.sock_sendall(given, GET)
+            given = await connected(log, GET)
             await received(given, b"]")
-            await loop.sock_sendall(given, last)
+            await send(given, last)
             await asyncio.sleep(0.05)
             (reset if last.startswith(b"GET") else socket.socket.close)(given)
-        await eventually(lambda: not log.server.connections)
-        return log.events
 
     assert run(test, idle_s=5) == ["sending"] * 3
 
 
 def test_an_idle_connection_that_times_out_loses_nothing():
     async def test(log):
-        with await connected(log) as given:
-            await asyncio.get_running_loop().sock_sendall(given, GET)
+        with await connected(log, GET) as given:
             assert b"200" in await received(given)
-        await eventually(lambda: not log.server.connections)
-        return log.events
 
     assert run(test, idle_s=0.1) == ["sending"]
 
 
 def test_answers_to_requests_that_were_sent_at_once_are_lost_together():
     async def test(log):
-        given = await connected(log)
-        await asyncio.get_running_loop().sock_sendall(given, GET * 3)
+        given = await connected(log, GET * 3)
         await eventually(lambda: log.events.count("sending") == 3)
         given.close()  # nothing was read
-        await eventually(lambda: not log.server.connections)
-        return log.events
 
     assert run(test) == ["sending"] * 3 + ["lost"] * 3

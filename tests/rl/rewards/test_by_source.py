@@ -1,5 +1,7 @@
 """Rewards and environments of a job with several sources."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 import yaml
@@ -49,13 +51,10 @@ def test_each_source_has_its_reward_and_its_factor():
         name: (RewardWorkers(Plugin(use=f"{__name__}:{use}", args=args), 5, retries=0), weight)
         for name, (use, args, weight) in plugins.items()
     }
-    rewards = Rewards(made)
-    try:
-        groups = [group("a", ["x", "xx"]), group("b", ["x"]), group("c", ["x"]), group("d", ["x"])]
-        groups.append(group("a", ["xxx"], Reward(0.5)))
+    groups = [group("a", ["x", "xx"]), group("b", ["x"]), group("c", ["x"]), group("d", ["x"])]
+    groups.append(group("a", ["xxx"], Reward(0.5)))
+    with closing(Rewards(made)) as rewards:
         found = score_groups(rewards, groups)
-    finally:
-        rewards.close()
     assert [t.outcome for t in found[0]] == [Reward(2.0), Reward(4.0)]
     assert found[1][0].outcome == Reward(3.0)
     assert isinstance(found[2][0].outcome, NoResult)
@@ -86,10 +85,7 @@ def test_a_source_with_an_environment_is_trained_beside_one_with_a_reward(raw, t
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"reward": {"q": {"use": f"{__name__}:always"}}},
-            "no source has this name; there are dev, p",
-        ),
+        ({"reward": {"q": {"use": f"{__name__}:always"}}}, "no source has this name; there are dev, p"),
         ({"reward": {"p": {"use": f"{__name__}:always"}}}, "neither rollout.reward nor rollout.environment has dev"),
         ({"environment": {"p": {"use": "a:b"}}, "play": {"use": "a:b"}}, "give one, not both"),
     ],
@@ -107,15 +103,14 @@ def test_answers_are_scored_while_others_are_generated(raw, monkeypatch):
     twice, which is scored once."""
     from ptf.rl.rewards.scoring import GroupScoring
 
-    workers = RewardWorkers(Plugin(use=f"{__name__}:longer"), 5)
-    try:
-        with GroupScoring(Rewards({"": (workers, 1.0)})) as scoring:
-            groups = [group("a", ["x", "xx"]), group("b", ["xxx"])]
-            scoring.add(1, groups[1])
-            scoring.add(1, groups[1])
-            (early,) = scoring.waiting
-            assert early.result(timeout=60) == [3.0], "before the other group is there"
-            found = scoring.finish(groups)
-    finally:
-        workers.close()
+    groups = [group("a", ["x", "xx"]), group("b", ["xxx"])]
+    with (
+        closing(RewardWorkers(Plugin(use=f"{__name__}:longer"), 5)) as workers,
+        GroupScoring(Rewards({"": (workers, 1.0)})) as scoring,
+    ):
+        scoring.add(1, groups[1])
+        scoring.add(1, groups[1])
+        (early,) = scoring.waiting
+        assert early.result(timeout=60) == [3.0], "before the other group is there"
+        found = scoring.finish(groups)
     assert [[t.outcome for t in of] for of in found] == [[Reward(1.0), Reward(2.0)], [Reward(3.0)]]

@@ -122,8 +122,8 @@ def test_a_process_that_stops_listening_is_replaced(rewards):
 
 
 def test_what_failed_for_once_is_asked_again_and_what_is_left_at_the_end_is_not_asked():
-    made = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0, processes=2)
-    try:
+    workers = RewardWorkers(Plugin(use="tests.rl.rewards.test_functions:fickle"), timeout_s=1.0, processes=2)
+    with contextlib.closing(workers) as made:
         assert made.score([({}, "raise"), ({}, "ok")]) == [NoResult("KeyError: 'gold'"), Reward(1.0)]
         assert made.retried == 1
         assert made.score([({}, "raise")] * 3) == [NoResult("KeyError: 'gold'")] * 3  # also where all fail
@@ -132,8 +132,6 @@ def test_what_failed_for_once_is_asked_again_and_what_is_left_at_the_end_is_not_
         found = made.score([({}, "hang")] * 6)
         assert all(isinstance(outcome, NoResult) for outcome in found)
         assert sum("it was not scored" in outcome.reason for outcome in found) == 6
-    finally:
-        made.close()
 
 
 def test_a_reward_that_does_not_exist_is_refused_at_once():

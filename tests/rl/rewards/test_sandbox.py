@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,12 @@ def test_no_cheat_is_paid_and_every_honest_form_is(mode):
     assert len(found["honest"]) >= len(honest) >= 20 // every
 
 
+def output(mode: str, *arguments: str) -> str:
+    """Run Python as a user for whom the sandbox has this mode; return what it printed."""
+    command = in_mode(mode, *map(textwrap.dedent, arguments))
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+
+
 def test_escapes_are_paid_where_they_succeed():
     """The control: without seccomp and Landlock the subreaper's cells leak."""
     names = [
@@ -163,13 +170,8 @@ def test_escapes_are_paid_where_they_succeed():
         "signals a process outside",
         "limits another process",
     ]
-    done = subprocess.run(
-        in_mode("uid+namespaces", "-m", "tests.rl.code_corpus", "unfiltered", *names),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(done.stdout) == dict.fromkeys(names, 1.0)
+    said = output("uid+namespaces", "-m", "tests.rl.code_corpus", "unfiltered", *names)
+    assert json.loads(said) == dict.fromkeys(names, 1.0)
 
 
 def open_to_all(directory: Path) -> Path:
@@ -197,10 +199,7 @@ def test_without_any_filter_what_is_left_is_swept(tmp_path):
         print(asyncio.run(run_tests({DOUBLE_FORK + SQUARE[10:-4]!r}, "assert f(3) == 9", mode="subreaper",
                                 filtered=False)).value)
     """
-    done = subprocess.run(
-        in_mode("subreaper", "-c", textwrap.dedent(script)), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["1.0"]
+    assert output("subreaper", "-c", script).split() == ["1.0"]
     until(lambda: not left_behind(SLEEPING), 30)
 
 
@@ -266,10 +265,7 @@ def test_a_cell_does_not_start_once_the_process_outside_it_was_killed(killed):
             os.kill(pid, signal.SIGKILL)
         print(ours.recv(10), os.read(troubled, 1000))
     """
-    done = subprocess.run(
-        in_mode("namespaces", "-c", textwrap.dedent(script)), capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout == ("b'' b''\n" if killed else "b'served' b''\n")
+    assert output("namespaces", "-c", script) == ("b'' b''\n" if killed else "b'served' b''\n")
 
 
 def test_strict_refuses_a_machine_without_namespaces():
@@ -285,20 +281,14 @@ def test_strict_refuses_a_machine_without_namespaces():
         except UserError as error:
             print(error)
     """
-    done = subprocess.run(
-        in_mode("subreaper", "-c", textwrap.dedent(script)), capture_output=True, text=True, check=True
-    )
-    weak, refused = done.stdout.splitlines()
+    weak, refused = output("subreaper", "-c", script).splitlines()
     assert weak.startswith("code sandbox: processes of this user, swept afterwards")
     assert "sandbox: strict refuses that" in refused
 
 
 def test_the_first_lines_say_what_confines_code(capsys):
-    RewardWorkers(
-        Plugin(
-            use="ptf.rl.rewards:weighted", args={"parts": [{"use": "ptf.rl.rewards:code", "args": {"sandbox": "auto"}}]}
-        )
-    ).close()
+    parts = [{"use": "ptf.rl.rewards:code", "args": {"sandbox": "auto"}}]
+    RewardWorkers(Plugin(use="ptf.rl.rewards:weighted", args={"parts": parts})).close()
     assert capsys.readouterr().out == f"{sandbox_line('auto')}\n"
     with pytest.raises(UserError, match="auto or strict"):
         RewardWorkers(Plugin(use="ptf.rl.rewards:code", args={"sandbox": "none"}))
@@ -308,22 +298,17 @@ def test_answers_are_judged_many_at_once_and_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(open_to_all(tmp_path)))  # in the command line of each judgement
     row = {"tests": "assert f(3) == 9"}
     texts = [SQUARE, "", "def f(x): return 9", "x", SQUARE] * 2
-    made = RewardWorkers(Plugin(use="ptf.rl.rewards:code"), timeout_s=60.0, retries=0)
-    try:
+    with closing(RewardWorkers(Plugin(use="ptf.rl.rewards:code"), timeout_s=60.0, retries=0)) as made:
         found = made.score([(row, text) for text in texts] + [({"tests": ""}, SQUARE)])
-    finally:
-        made.close()
     assert found[:-1] == [Reward(1.0), Reward(0.0), Reward(1.0), Reward(0.0), Reward(1.0)] * 2
     assert found[-1] == NoResult("ValueError: there are no tests")
     until(lambda: not left_behind(str(tmp_path)), 30)
 
 
 def test_an_asynchronous_reward_has_many_in_flight():
-    made = RewardWorkers(Plugin(use="tests.rl.plugs:together", args={"parties": 40}), timeout_s=30.0, retries=0)
-    try:
+    together = Plugin(use="tests.rl.plugs:together", args={"parties": 40})
+    with closing(RewardWorkers(together, timeout_s=30.0, retries=0)) as made:
         assert made.score([({}, "a" * i) for i in range(40)]) == [Reward(float(i)) for i in range(40)]
-    finally:
-        made.close()
 
 
 @pytest.mark.parametrize(
