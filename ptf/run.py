@@ -234,10 +234,10 @@ def _run(job: Job, directory: Path, lease: Lease) -> None:
     elif launch.needs_ray(job.compute):
         from ptf.compute.gang import on_ray
 
-        with shutdown.passing_on(directory):
+        with shutdown.sigterm_stops(directory):
             on_ray(run_rank, (str(directory), lease), job.compute, directory, "train")
     elif job.compute.launcher == "torchrun":
-        with shutdown.passing_on(directory):
+        with shutdown.sigterm_stops(directory):
             launch.torchrun([str(directory), "--lease", lease.text], job.compute, directory)
     else:
         run_rank(str(directory), lease)
@@ -268,12 +268,13 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
         with hold_lease(job, directory):
             begin(job, directory)
 
-    with shutdown.passing_on(directory):
+    with shutdown.sigterm_stops(directory):
         name, address = f"ptf-{run_name}-train", job.compute.address or ""
         ended = ray_jobs.follow(address, name, command, job.compute.timeout_s, anew=anew)
     if ended.status != "SUCCEEDED":
-        refused = ended.code == 2 and not (directory / shutdown.STOP).exists()
-        message = f"the job ended as {ended.status}: {ended.message.strip() or 'see its output above'}"
+        refused = ended.driver_exit_code == 2 and not shutdown.is_asked_to_stop(directory)
+        said = (ended.message or "").strip() or "see its output above"
+        message = f"the job ended as {ended.status}: {said}"
         raise UserError(message) if refused else Retryable(message)
 
 

@@ -58,7 +58,7 @@ FETCH_S = 600.0  # to copy one finished result to the driver
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """One process of a gang: rank, actor, pid and node."""
 
     rank: int
@@ -85,10 +85,10 @@ class RankWorker(Worker):
     def __repr__(self) -> str:  # Ray puts it before every line that this process prints
         return f"{self.label} {self.rank}"
 
-    def member(self) -> Member:
+    def member(self) -> RankProcess:
         """Return this process's rank, actor, pid and node."""
         context = ray.get_runtime_context()
-        return Member(self.rank, context.get_actor_id() or "", os.getpid(), ray.util.get_node_ip_address())
+        return RankProcess(self.rank, context.get_actor_id() or "", os.getpid(), ray.util.get_node_ip_address())
 
     def stream(self, method: str, *args: Any) -> Iterator[Any]:
         """Yield what a generator method yields, one by one."""
@@ -119,7 +119,7 @@ class Gang:
         silent_s: float | None = None,
     ) -> None:
         self.label, self.timeout_s, self.silent_s = label, timeout_s, silent_s or timeout_s
-        self.members: list[Member] = []
+        self.members: list[RankProcess] = []
         self._owned = pool is None
         self._group: RayWorkerGroup | None = None
         self._monitor = Monitor(label, ray.util.get_node_ip_address())
@@ -161,17 +161,12 @@ class Gang:
     def invoke(
         self, method: str, per_rank_args: Sequence[Sequence[Any]], *, doing: str, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of the workers, like `execute`. An argument that is an ObjectRef arrives as its value."""
+        """Call a method of as many of the first workers as there are arguments, like `execute`. An argument that is an
+        ObjectRef arrives as its value."""
         assert self._group is not None, f"{self.label} is closed"
-        # verl distributes lists of this length, one element to each rank
-        columns = [list(column) for column in zip(*per_rank_args, strict=True)]
-        refs = self._group.execute_all_async(method, *columns)
+        calls = zip(self._group.workers, per_rank_args, strict=False)
+        refs = [getattr(worker, method).remote(*args) for worker, args in calls]
         return self._gather(refs, doing, self.timeout_s if timeout_s is None else timeout_s)
-
-    def ask(self, method: str, args: Sequence[Any], *, doing: str) -> Any:
-        """Call a method of the first worker only; otherwise like `invoke`."""
-        assert self._group is not None, f"{self.label} is closed"
-        return self._gather([getattr(self._group.workers[0], method).remote(*args)], doing, self.timeout_s)[0]
 
     def stream(self, method: str, args: Sequence[Any], *, doing: str) -> Iterator[Any]:
         """Yield what a generator method of the first worker yields, as it arrives; otherwise like `invoke`."""

@@ -43,7 +43,9 @@ def torchrun(arguments: Sequence[str], compute: ComputeConfig, workdir: Path) ->
         environment = {"OMP_NUM_THREADS": str(compute.threads or default_threads(workers)), ADDRESS: monitor.address}
         agent = start("torch.distributed.run", [*options, *arguments], environment)
         try:
-            while (status := _ended(agent)) is None:
+            while agent.returncode is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(1.0)
                 for message in monitor.poll(range(workers)):
                     print(message, flush=True)
                 if silent := [rank for rank in range(workers) if monitor.silent_seconds(rank) > timeout_s]:
@@ -59,16 +61,8 @@ def torchrun(arguments: Sequence[str], compute: ComputeConfig, workdir: Path) ->
                 agent.kill()  # its ranks die with it
                 agent.wait()
             raise
-    if status:
-        raise Retryable(f"torchrun ended with status {status}; its lines above give the reason")
-
-
-def _ended(process: subprocess.Popen) -> int | None:
-    """Return the process's status; None if it still runs a second later."""
-    try:
-        return process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        return None
+    if agent.returncode:
+        raise Retryable(f"torchrun ended with status {agent.returncode}; its lines above give the reason")
 
 
 def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen:

@@ -134,11 +134,6 @@ class OffloadedTensors:
             raise RuntimeError(f"{file} is not what was written to it")
         file.unlink()
 
-    @property
-    def bytes(self) -> int:
-        """The number of offloaded bytes."""
-        return sum(size for _, size in self.waiting)
-
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

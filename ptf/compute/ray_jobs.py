@@ -8,13 +8,12 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when it is imported
 
 # isort: split
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from ptf.compute import ray_authentication
 from ptf.compute.launch import LAUNCHED
@@ -25,18 +24,9 @@ LOST_S = 300.0  # without a reply of the cluster
 ENDED = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 
-@dataclass(frozen=True)
-class JobOutcome:
-    """The end of a job."""
-
-    status: JobStatus
-    message: str
-    code: int | None  # exit status of its command, where it had one
-
-
 def follow(
     address: str, name: str, command: Sequence[str], timeout_s: float, *, anew: Callable[[], None]
-) -> JobOutcome:
+) -> JobDetails:
     """Submit the command under this name, in this directory, unless it is running already, and print its lines until it
     ends.
 
@@ -50,7 +40,7 @@ def follow(
 
 def _follow(
     client: JobSubmissionClient, address: str, name: str, command: Sequence[str], anew: Callable[[], None]
-) -> JobOutcome:
+) -> JobDetails:
     if _running(client, name):
         print(f"job {name} is running on {address}: following it", flush=True)
     else:
@@ -76,7 +66,7 @@ def _follow(
         print(lines[printed:], end="", flush=True)
         printed = len(lines)
         if info.status in ENDED:
-            return JobOutcome(info.status, info.message or "", info.driver_exit_code)
+            return info
         time.sleep(EVERY_S)
 
 

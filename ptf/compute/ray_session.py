@@ -198,15 +198,12 @@ def _loopback() -> Iterator[None]:
     Ray replaces that address by the machine's own unless it believes that the system cannot form a cluster; it reads
     the variable at import, so the constant in this process is changed too.
     """
-    before = os.environ.get(NO_CLUSTER), ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[NO_CLUSTER], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
-        yield
+        with ray_authentication.environment(**{NO_CLUSTER: "0"}):
+            yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before[1]
-        os.environ.pop(NO_CLUSTER)
-        if before[0] is not None:
-            os.environ[NO_CLUSTER] = before[0]
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextlib.contextmanager

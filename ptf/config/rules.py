@@ -130,9 +130,8 @@ def compute_rules(job: "Job") -> Rules:
     """Return the rules of where the run runs and writes, of how its workers divide the model and the data, and of
     engines that need a process of their own, which only Ray gives."""
     workers, launcher, mesh = job.compute.workers, job.compute.launcher, job.compute.mesh
-    tensor, problem = mesh.tensor_parallel_size, mesh.problem(workers)
+    tensor, sizes = mesh.tensor_parallel_size, mesh.sizes(workers)
     of_tensors = f" / compute.mesh.tensor_parallel_size ({tensor})" if tensor > 1 else ""
-    shares = 1 if problem else mesh.sizes(workers).data
     dealt = {
         "data.partitions": job.data.partitions,
         "train.global_batch_sequences": job.train.global_batch_sequences,
@@ -143,12 +142,13 @@ def compute_rules(job: "Job") -> Rules:
     }
     return {
         "output must be a directory on this machine; publish.to may be a URI": "://" in job.output,
-        problem: problem,
+        f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({tensor}) must divide compute.workers "
+        f"({workers})": sizes.ranks != workers,
         "compute.launcher: local is one process; use ray or torchrun for compute.workers > 1": launcher == "local"
         and workers > 1,
         **{
             f"{key} ({value}) must be a multiple of compute.workers ({workers}){of_tensors}": not job.rollout
-            and value % shares
+            and value % (sizes.data or 1)
             for key, value in dealt.items()
         },
         **{

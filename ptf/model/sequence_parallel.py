@@ -7,6 +7,7 @@ residuals cost and keep that much less.
 Inputs are gathered, and outputs are summed and sliced again; each is the other's backward.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
+
+Exchange = Callable[[Tensor, ProcessGroup], Tensor]
 
 
 def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -32,43 +35,29 @@ def _summed_slice(x: Tensor, group: ProcessGroup) -> Tensor:
     return part.transpose(0, 1).contiguous()
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, whole_gradient: bool) -> Tensor:
-        ctx.group, ctx.whole_gradient = group, whole_gradient
-        return _gathered(x, group)
+def _own_slice(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's [B, T / ranks, D] of [B, T, D]."""
+    return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum x over the ranks."""
+    whole = x.clone()
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+class _Exchange(Function):
+    """An exchange between the ranks of a group, and that of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.whole_gradient:
-            return grads[0].chunk(ctx.group.size(), 1)[ctx.group.rank()].contiguous(), None, None
-        return _summed_slice(grads[0], ctx.group), None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed_slice(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, exchange: Exchange, backward: Exchange) -> Tensor:
+        ctx.group, ctx.exchange = group, backward
+        return exchange(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.group), None
-
-
-class _SumOver(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        whole = x.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        whole = grads[0].clone()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange(grads[0], ctx.group), None, None, None
 
 
 def all_gather(x: Tensor, group: ProcessGroup, whole_gradient: bool = False) -> Tensor:
@@ -77,17 +66,17 @@ def all_gather(x: Tensor, group: ProcessGroup, whole_gradient: bool = False) -> 
     In the backward pass the gradient is summed over the ranks and cut (reduce-scatter), because each has a part of it.
     With `whole_gradient` each rank has the whole gradient already, which is only cut.
     """
-    return cast("Tensor", _AllGather.apply(x, group, whole_gradient))
+    return cast("Tensor", _Exchange.apply(x, group, _gathered, _own_slice if whole_gradient else _summed_slice))
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D]. T must be a multiple of the ranks."""
-    return cast("Tensor", _ReduceScatter.apply(x, group))
+    return cast("Tensor", _Exchange.apply(x, group, _summed_slice, _gathered))
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum x over the ranks, each of which goes on with the sum in its own way: so are its gradients summed."""
-    return cast("Tensor", _SumOver.apply(x, group))
+    return cast("Tensor", _Exchange.apply(x, group, _summed, _summed))
 
 
 def fill_up(tokens: Tensor, positions: Tensor, segments: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ import numpy as np
 from ptf.compute import checkpoint, provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
-from ptf.compute.shutdown import StopSignal, passing_on
+from ptf.compute.shutdown import is_asked_to_stop, sigterm_stops
 from ptf.compute.tracking import StepLines, Tracker
 from ptf.config import dump, loads, raise_if_fixed_keys_changed
 from ptf.data.document import PackUnit
@@ -64,7 +64,6 @@ class Controller:
         self.saves = Checkpoints.of(job, run, lease)
         trained = {"": self.policy} | ({CRITIC: self.critic} if self.critic else {})
         self.saver = OnlineSaver(self.saves, cluster, trained, job.compute.timeout_s)
-        self.stop_signal = StopSignal(run)
         # whether the trainer computes the log-probs of the sampled tokens before the update
         stale = online.rollout.max_staleness > 0  # then only tokens of the newest weights can be compared
         self.needs_old_logprobs = recipe.needs_old_logprobs or self.warmup > 0 or stale
@@ -79,7 +78,7 @@ class Controller:
 
     def run(self) -> None:
         """Train until the last step: x ~ D, y ~ π_engine, r(x, y), Â, π ← π + ∇J, π_engine ← π."""
-        with passing_on(self.online.run):  # SIGTERM becomes a file, so that no further attempt starts
+        with sigterm_stops(self.online.run):  # SIGTERM becomes a file, so that no further attempt starts
             try:
                 self._run()
             except Exception as error:
@@ -111,7 +110,7 @@ class Controller:
 
     def _save_if_due(self) -> None:
         """Begin to write a checkpoint where one is due. Raises Stopped after a request to stop."""
-        leaving = self.stop_signal.is_set
+        leaving = is_asked_to_stop(self.online.run)
         if self.saves.due(self.step) or leaving:
             self.save()
         if leaving or self.step == self.steps:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
-from ptf.compute.shutdown import StopSignal
+from ptf.compute.shutdown import is_asked_to_stop
 from ptf.config import Job, Plugin
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.transports import advice
@@ -45,7 +45,7 @@ def train_online(job: Job, run: Path, lease: Lease) -> None:
                 or (repeated and not isinstance(error, Lost))
             ):
                 raise
-            if StopSignal(run).is_set:
+            if is_asked_to_stop(run):
                 raise Retryable(f"the run failed after a request to stop: {error}") from error
             failed_at, last_error = step, str(error)
             print(

@@ -174,10 +174,10 @@ class Replicas:
         if size > 1:  # the first process holds the role, which uses the devices of all
             visible = gang.invoke("visible_devices", [()] * size, doing="looking for devices")
         arguments = (self.spec, self.device, gang.timeout_s, ",".join(filter(None, visible)))
-        return gang.ask("build", arguments, doing=f"building {self.spec.cls.__name__}")
+        return gang.invoke("build", [arguments], doing=f"building {self.spec.cls.__name__}")[0]
 
     def _ask(self, gang: Gang, method: str, shared: Sequence[Any] = ()) -> Any:
-        return gang.ask("call", (method, *shared), doing=f"{self.spec.name}.{method}")
+        return gang.invoke("call", [(method, *shared)], doing=f"{self.spec.name}.{method}")[0]
 
     def _name(self, i: int) -> str:
         return self.spec.name if self.count == 1 else f"{self.spec.name} replica {i}"

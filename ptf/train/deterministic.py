@@ -7,7 +7,6 @@ step, on every rank alike. That needs the whole model on every rank and a gradie
 models.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.model import Model
 from ptf.recipes.protocol import Recipe
-from ptf.train.trainer import Means, Trainer, is_largest, same_kernels
+from ptf.train.trainer import Means, Trainer, add_metrics, is_largest, same_kernels
 
 MAX_GRADIENT_BYTES = 4 << 30  # of all sequences of a rank
 
@@ -61,8 +60,7 @@ class DeterministicTrainer(Trainer):
             denominator += denominators[rank][k]
         if not denominator:
             return {}, denominator
-        gradients: list[torch.Tensor] = []
-        sequence_metrics: list[dict[str, float]] = []
+        gradients, sequence_metrics = list[torch.Tensor](), list[dict[str, torch.Tensor]]()
         for batch in micro:
             loss, metrics = self.loss(batch, recipe)
             (loss / denominator).backward()
@@ -70,28 +68,21 @@ class DeterministicTrainer(Trainer):
                 torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
             )
             self.optimizer.zero_grad(set_to_none=True)
-            sequence_metrics.append({name: float(value.detach().double()) for name, value in metrics.items()})
-        total = torch.zeros_like(gradients[0])
-        values = self.world.all_gather_object(sequence_metrics)
-        sums: dict[str, float] = {}
-        largest: dict[str, float] = {}
+            sequence_metrics.append({name: value.detach().double() for name, value in metrics.items()})
+        total, totals = torch.zeros_like(gradients[0]), dict[str, torch.Tensor]()
+        values = world.all_gather_object(sequence_metrics)
         for rank, k in owners:
-            total += self._broadcast(rank, gradients[k] if rank == world.rank else torch.empty_like(total))
-            for name, value in values[rank][k].items():
-                if is_largest(name):
-                    largest[name] = max(largest.get(name, -math.inf), math.inf if math.isnan(value) else value)
-                else:
-                    sums[name] = sums.get(name, 0.0) + value
+            gradient = gradients[k] if rank == world.rank else torch.empty_like(total)
+            if world.size > 1:
+                dist.broadcast(gradient, src=rank)
+            total += gradient
+            add_metrics(totals, values[rank][k])
         offset = 0
         for p in parameters:
             p.grad = total[offset : offset + p.numel()].view_as(p).clone()
             offset += p.numel()
-        return {name: value / denominator for name, value in sums.items()} | largest, denominator
-
-    def _broadcast(self, rank: int, value: torch.Tensor) -> torch.Tensor:
-        if self.world.size > 1:
-            dist.broadcast(value, src=rank)
-        return value
+        of_all = {name: float(value) for name, value in totals.items()}
+        return {n: value if is_largest(n) else value / denominator for n, value in of_all.items()}, denominator
 
 
 def trainer_of(

@@ -11,7 +11,7 @@ import torch
 
 from ptf.compute import checkpoint, provenance
 from ptf.compute.lease import Lease
-from ptf.compute.shutdown import StopSignal, on_sigterm
+from ptf.compute.shutdown import is_asked_to_stop, sigterm_stops
 from ptf.compute.tracking import Tracker
 from ptf.compute.world import World
 from ptf.config import Job, dump, loads, raise_if_fixed_keys_changed
@@ -46,7 +46,7 @@ def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
             with world.clock.phase("loading"):
                 loop = Loop(build(job, world, run, lease))
             try:
-                with on_sigterm(loop.stop_signal.set):
+                with sigterm_stops(run):
                     loop.fit()
             finally:
                 loop.close()
@@ -66,7 +66,6 @@ class Loop:
         metric = job.checkpoint.best or f"loss/{first}"
         self.parts, self.clock = parts, world.clock
         self.early_stopping = None if patience is None else EarlyStopping(metric, patience)
-        self.stop_signal = StopSignal(parts.run)
         self.meter = StepMeter(job, world, parts.model, parts.frozen_models, parts.loader)
         restored = self.restore()
         plan = None if restored else planned_steps(job, parts.partitions, parts.loader, world)
@@ -133,7 +132,7 @@ class Loop:
         except FloatingPointError as error:
             metrics = self.skip_step(error, micro)
         with self.clock.phase("metrics"):
-            return self.meter.measured(metrics, micro, began, self.stop_signal.is_set)
+            return self.meter.measured(metrics, micro, began, is_asked_to_stop(parts.run))
 
     def skip_step(self, error: FloatingPointError, micro: Sequence[Batch]) -> dict[str, float]:
         """Write the documents of a step whose loss or gradient was not finite, and return its metrics.

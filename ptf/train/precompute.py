@@ -205,9 +205,7 @@ class _Precomputing:
             own |= of_samples(batch, self.recipe.precomputed_columns(self.model, batch, self.frozen_models))
             for frozen_model in self.frozen_models.values():
                 forget_forwards(frozen_model)
-        columns: dict[str, dict[str, np.ndarray]] = {}
-        for part in self.world.all_gather_object(own):
-            columns |= part
+        columns = {source: of for part in self.world.all_gather_object(own) for source, of in part.items()}
         number = itertools.count()
 
         def with_columns(sample: Document) -> Document:

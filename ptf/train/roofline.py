@@ -10,9 +10,9 @@ Nothing else is counted: no gaps between kernels, no slow sorts, no waiting for 
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ptf.compute.meter import PEAKS
@@ -112,24 +112,20 @@ class Timeline(TorchDispatchMode):
 
     def __init__(self, costs: Costs) -> None:
         super().__init__()
-        self.costs, self.only_recomputed, self.off = costs, False, False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count nothing inside it."""
-        before, self.off = self.off, True
-        yield
-        self.off = before
+        self.costs, self.only_recomputed = costs, False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        if self.off or function.is_view or function in FREE or (self.only_recomputed and function in SAVED):
-            return out
-        read = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        written = {id(t): t for t in tree_leaves(out) if isinstance(t, Tensor)}
-        moved = sum(_bytes(t) for t in read.values()) + sum(_bytes(t) for t in written.values())
-        self.costs.add(_name(function), flops=_flops(function, args, kwargs or {}, out), bytes_=moved)
+        if not (function.is_view or function in FREE or (self.only_recomputed and function in SAVED)):
+            name, moved = function.overloadpacket.__name__, _moved(args, kwargs) + _moved(out)
+            name = "matrix products" if name in ("mm", "addmm", "bmm", "_grouped_mm") else name
+            self.costs.add(name, flops=_flops(function, args, kwargs or {}, out), bytes_=moved)
         return out
+
+
+def _moved(*values: Any) -> int:
+    """Return the bytes of all tensors in these values, each counted once."""
+    return sum(map(_bytes, {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}.values()))
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -146,51 +142,24 @@ def _flops(function: Any, args: Any, kwargs: Any, out: Any) -> float:
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
 
 
-def _name(function: Any) -> str:
-    name = function.overloadpacket.__name__
-    return "matrix products" if name in ("mm", "addmm", "bmm", "_grouped_mm") else name
-
-
 class _Kernel(Function):
-    """A function as one kernel: it reads its tensors and writes its output, forward and backward."""
+    """A function as one kernel, as under torch.compile: it reads its tensors and writes its output, forward and
+    backward. Tensors in tuples have no gradients; arguments that are not tensors are constants of the kernel."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], name: str, timeline: Timeline, *tensors: Tensor) -> Tensor:
-        with timeline.paused():
-            out = function(*tensors)
-        ctx.save_for_backward(*tensors)
-        ctx.name, ctx.timeline = name, timeline
-        timeline.costs.add(name, bytes_=sum(map(_bytes, (*tensors, out))))
+    def forward(ctx: Any, function: Callable[..., Tensor], timeline: Timeline, *args: Any) -> Tensor:
+        with _disable_current_modes():
+            out = function(*args)
+        ctx.name, ctx.costs, ctx.args = f"compiled {function.__name__}", timeline.costs, args
+        ctx.costs.add(ctx.name, bytes_=_moved(args, out))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[3:]
-        with ctx.timeline.paused():
-            found = [torch.empty_like(t) if need else None for t, need in zip(ctx.saved_tensors, needs, strict=True)]
-        moved = sum(map(_bytes, (*ctx.saved_tensors, *grads))) + sum(_bytes(t) for t in found if t is not None)
-        ctx.timeline.costs.add(f"{ctx.name}, backward", bytes_=moved)
-        return None, None, None, *found
-
-
-def one_kernel(function: Callable[..., Tensor], timeline: Timeline) -> Callable[..., Tensor]:
-    """Return the function with the costs that it has under torch.compile: one kernel. Arguments that are not tensors
-    are constants of the kernel."""
-    name = f"compiled {function.__name__}"
-
-    def call(*args: Any) -> Tensor:
-        leaves, spec = tree_flatten(args)
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-
-        def of_tensors(*tensors: Tensor) -> Tensor:
-            filled = list(leaves)
-            for i, tensor in zip(at, tensors, strict=True):
-                filled[i] = tensor
-            return function(*tree_unflatten(filled, spec))
-
-        return cast("Tensor", _Kernel.apply(of_tensors, name, timeline, *(leaves[i] for i in at)))
-
-    return call
+        needs = ctx.needs_input_grad[2:]
+        found = [arg.new_empty(arg.shape) if need else None for arg, need in zip(ctx.args, needs, strict=True)]
+        ctx.costs.add(f"{ctx.name}, backward", bytes_=_moved(ctx.args, grads, found))
+        return None, None, *found
 
 
 class _Flex(Function):
@@ -202,13 +171,13 @@ class _Flex(Function):
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         ctx.product, ctx.costs = 2.0 * kept * q.shape[-2], costs  # of a dimension of keys or values
         flops = ctx.product * (q.shape[-1] + v.shape[-1])
-        costs.add("attention", flops=flops, share=FLEX_FORWARD, bytes_=sum(map(_bytes, (q, k, v, out))))
+        costs.add("attention", flops=flops, share=FLEX_FORWARD, bytes_=_moved(q, k, v, out))
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *_ = ctx.saved_tensors
-        moved = 2 * sum(map(_bytes, ctx.saved_tensors))
+        moved = 2 * _moved(*ctx.saved_tensors)
         # five products, of which one makes the scores again
         flops = ctx.product * (3 * q.shape[-1] + 2 * v.shape[-1])
         ctx.costs.add("attention, backward", flops=flops, share=FLEX_BACKWARD, bytes_=moved)
@@ -253,7 +222,7 @@ def layer_costs(
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(not frozen(f"layers.{layer}.{name}"))
     if compiled:
-        compile_parts(block, lambda function: one_kernel(function, timeline))
+        compile_parts(block, lambda function: partial(_Kernel.apply, function, timeline))
 
     def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kept = float(sum(pairs(n, layer.window) for n in lengths))

@@ -168,11 +168,8 @@ class Trainer:
         self.max_grad_norm = config.max_grad_norm
         self.schedule = Schedule.of(config, config.steps or 1)
         self.optimizer = adamw(groups(model, config.weight_decay, config.lr_multipliers), config)
-        self.optimizer_stepper: OffloadedMoments | QuantisedMoments | None = None
-        if config.optimizer == "adamw_offload":
-            self.optimizer_stepper = OffloadedMoments(self.optimizer)
-        elif config.optimizer == "adamw_8bit":
-            self.optimizer_stepper = QuantisedMoments(self.optimizer)
+        stepper = {"adamw_offload": OffloadedMoments, "adamw_8bit": QuantisedMoments}.get(config.optimizer)
+        self.optimizer_stepper = stepper and stepper(self.optimizer)
 
     def whole_optimizer(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the optimizer's state exists and is on the device, to store or to load it."""
@@ -198,32 +195,27 @@ class Trainer:
         if the loss or the gradient is not finite.
         """
         phase = self.world.clock.phase
-        with phase("forward_backward"):
-            try:
+        try:
+            with phase("forward_backward"):
                 means, denominator = self.forward_backward(micro, recipe, sequences)
-            except BaseException:
-                discard_gradients(self.model)
-                raise
-            for frozen_model in self.frozen_models.values():
-                if frozen_model is not self.model:
-                    forget_forwards(frozen_model)
-        if not denominator:  # all partitions have ended, so nothing is trained
-            return {"loss_denominator": 0.0}
-        if check:
-            try:
+                for frozen_model in self.frozen_models.values():
+                    if frozen_model is not self.model:
+                        forget_forwards(frozen_model)
+            if not denominator:  # all partitions have ended, so nothing is trained
+                return {"loss_denominator": 0.0}
+            if check:
                 check(means)
-            except BaseException:
-                discard_gradients(self.model)
-                raise
-        with phase("optimizer"):
-            return {**means, **self.update(means["loss"], step), "loss_denominator": denominator}
+            with phase("optimizer"):
+                return {**means, **self.update(means["loss"], step), "loss_denominator": denominator}
+        except BaseException:
+            discard_gradients(self.model)
+            raise
 
     def update(self, loss: float, step: int) -> dict[str, float]:
         """Update the weights from the accumulated gradients; return the gradient norm and the learning rate."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            discard_gradients(self.model)
             raise FloatingPointError(
                 f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights are as before this step"
             )

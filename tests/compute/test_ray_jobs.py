@@ -98,7 +98,7 @@ def test_a_job_that_does_not_succeed_is_refused_or_may_be_repeated(
 
     def follow(address, name, command, timeout_s, anew):
         followed.append((name, command))
-        return ray_jobs.JobOutcome(status, "what it said last", code)
+        return SimpleNamespace(status=status, message="what it said last", driver_exit_code=code)
 
     monkeypatch.setattr(ray_jobs, "follow", follow)
     expected = pytest.raises(raised, match="what it said last") if raised else contextlib.nullcontext()
@@ -115,7 +115,7 @@ def test_a_run_that_another_process_writes_is_not_begun_anew(tmp_path, monkeypat
 
     def follow(*_, anew):
         anew()
-        return ray_jobs.JobOutcome(JobStatus.SUCCEEDED, "", 0)
+        return SimpleNamespace(status=JobStatus.SUCCEEDED, message=None, driver_exit_code=0)
 
     monkeypatch.setattr(ray_jobs, "follow", follow)
     start = tmp_path / "a" / "start"  # of an attempt that has made no step

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ptf.compute.world import World
-from ptf.config.sections.compute import MeshConfig
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -159,9 +158,3 @@ def test_compiled_parts_compute_the_same(models) -> None:
     plain, *others = gradients
     # 0 would be the same kernels: nothing was compiled
     assert all(0 < (other - plain).norm() / plain.norm() < 5e-6 for other in others)
-
-
-@pytest.mark.parametrize(("replicate", "tensor"), [(3, 1), (1, 3), (2, 4)])
-def test_a_mesh_that_does_not_divide_the_ranks_is_refused(replicate, tensor):
-    with pytest.raises(UserError, match="must divide the 4 workers"):
-        MeshConfig(replicate=replicate, tensor_parallel_size=tensor).sizes(4)

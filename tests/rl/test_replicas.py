@@ -260,10 +260,11 @@ def test_an_error_is_raised_at_once_where_replicas_wait_for_each_other(method):
         def __init__(self, fails: bool) -> None:
             self.fails = fails
 
-        def ask(self, name, arguments, doing):
+        def invoke(self, name, arguments, doing):
             if self.fails:
                 raise RuntimeError("the process died")
             waited.append(raised.wait(0.5))
+            return [None]
 
     replicas.gangs = [Member(True), Member(False)]
     with pytest.raises(RuntimeError, match="the process died"):

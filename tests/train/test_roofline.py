@@ -14,7 +14,7 @@ from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.flops import Flops, pairs
 from ptf.model.layers import normalised
-from ptf.train.roofline import GPUS, Costs, Timeline, head_costs, layer_costs, one_kernel, raise_if_uncounted, roofline
+from ptf.train.roofline import GPUS, Costs, Timeline, _Kernel, head_costs, layer_costs, raise_if_uncounted, roofline
 from ptf.train.trainable import freeze
 
 GPU = GPUS["H200"]
@@ -70,7 +70,7 @@ def test_a_compiled_function_moves_its_inputs_and_outputs():
     x = torch.empty(1 << 16, 1024, device="meta", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.empty(1024, device="meta", dtype=torch.bfloat16, requires_grad=True)
     with timeline:
-        y = one_kernel(normalised, timeline)(x, weight, 1e-6, False)
+        y = _Kernel.apply(normalised, timeline, x, weight, 1e-6, False)
         y.backward(torch.empty_like(y))
     speed = GPU.bandwidth * 0.85
     assert costs.seconds["compiled normalised"] == pytest.approx((2 * x.nbytes + weight.nbytes) / speed)

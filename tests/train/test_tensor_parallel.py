@@ -61,7 +61,8 @@ def test_a_tensor_group_gets_the_same_rows() -> None:
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ({"tensor_parallel_size": 3}, r"tensor_parallel_size \(3\) must divide the 8 workers"),
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size \(3\) must divide compute.workers \(8\)"),
+        ({"replicate": 3}, r"replicate \(3\) × tensor_parallel_size \(1\) must divide"),
         ({"tensor_parallel_size": 4, "replicate": 4}, r"replicate \(4\) × tensor_parallel_size \(4\)"),
     ],
 )

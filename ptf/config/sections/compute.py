@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ptf.config.section import Count, Positive, PositiveFloat, Section, changeable
-from ptf.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +43,9 @@ class MeshConfig(Section):
     these numbers."""
 
     def sizes(self, workers: int) -> MeshSizes:
-        """Divide that many workers. Raises UserError if they cannot be divided so."""
-        if problem := self.problem(workers):
-            raise UserError(problem)
+        """Divide that many workers, of which none is left over (`ptf.config.rules`)."""
         replicate, tensor = self.replicate, self.tensor_parallel_size
         return MeshSizes(replicate, workers // (replicate * tensor), tensor)
-
-    def problem(self, workers: int) -> str:
-        """Return why that many workers cannot be divided so, or an empty text."""
-        if workers % (self.replicate * self.tensor_parallel_size) == 0:
-            return ""
-        return (
-            f"compute.mesh: replicate ({self.replicate}) × tensor_parallel_size ({self.tensor_parallel_size}) must "
-            f"divide the {workers} workers"
-        )
 
 
 class PoolConfig(Section):
