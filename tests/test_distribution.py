@@ -28,7 +28,7 @@ def listed(root: Path) -> list[str]:
 def test_the_wheel_holds_ptf_alone_and_whole() -> None:
     """Packages called `steps` or `flows` at the top would collide with those of other projects."""
     there = [file.relative_to(ROOT).as_posix() for file in (ROOT / "ptf").rglob("*.py")]
-    assert sorted(listed(ROOT)) == sorted(there)
+    assert sorted(listed(ROOT)) == sorted([*there, "ptf/py.typed"])  # the marker: its annotations are for type checkers
 
 
 def test_ptf_needs_nothing_that_the_wheel_lacks() -> None:
