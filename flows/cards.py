@@ -80,18 +80,16 @@ class TrainingPage:
         self.card, self.job, self.run = card, job, Path(job.output) / run_name
         self.charts: dict[str, VegaChart] = {}
         self.rows: list[Row] = []
-        self.begun, self.resumed = time.time(), 0
+        self.begun, self.resumed = time.time(), None
         self.config = YAMLViewer(shown(job).model_dump(mode="json"), title="config")
-        try:
-            self.resumed = max(self._finished(), default=0)
-        except Exception as error:
-            print(f"card: {type(error).__name__}: {error}", flush=True)
         self.update()
 
     def update(self) -> bool:
         """Draw the page again; return whether there were new rows of metrics."""
         before = self.rows
         try:
+            if self.resumed is None:
+                self.resumed = max(self._finished(), default=0)
             self.rows = read(self.run / "metrics.jsonl")
             self._draw()
         except Exception as error:

@@ -31,8 +31,7 @@ class RetrainFlow(PostTrainFlow):
         if self.artifact.published:
             print(f"run name   {self.run_name}\npublished  {self.artifact.published}")
         else:
-            refused = f"the new model {retrain.refusal(self._job(), self.artifact)}" if self.found == "news" else ""
-            print(f"nothing published: {refused or 'there are no new data'}")
+            print(retrain.outcome(self._job()) if self.found == "news" else "nothing published: there are no new data")
 
     def _job(self) -> Job:
         return retrain.starting_from_published(super()._job(), self.artifact)

@@ -10,9 +10,8 @@ from os import PathLike, fspath
 from typing import TYPE_CHECKING
 
 from ptf.config import Job, dump
-from ptf.config.error import Problems
 from ptf.config.plugin_checks import load_checked, problems
-from ptf.config.tree import parse
+from ptf.config.tree import Problems, parse
 from ptf.serving.options import ServingOptions
 
 if TYPE_CHECKING:

@@ -106,14 +106,13 @@ def doctor(options: argparse.Namespace) -> int:
     """Print versions, devices and limits of this machine."""
     from rich.box import SIMPLE
     from rich.table import Table
-    from rich.text import Text
 
     from ptf.inspection.doctor import findings
 
     table = Table("", "", "what is off", box=SIMPLE)
     for finding in findings():
-        table.add_row(*map(Text, finding), style="yellow" if finding.problem else None)
-    console(width=160).print(table)
+        table.add_row(*finding, style="yellow" if finding.problem else None)
+    console(width=160, markup=False, highlight=False).print(table)
     return 0
 
 
@@ -297,7 +296,6 @@ def _print_cases(model: str, cases: "list[Case]", as_json: bool) -> int:
     """Print what the verifier found, a row for each comparison, and return the exit status."""
     from rich.box import SIMPLE
     from rich.table import Table
-    from rich.text import Text
 
     passed = bool(cases) and all(case.passed for case in cases)
     if as_json:
@@ -310,10 +308,10 @@ def _print_cases(model: str, cases: "list[Case]", as_json: bool) -> int:
         for found in case.findings:
             errors = (f"{n:.1e}" for n in (found.theirs, found.ours, found.tolerance))
             cells = case.mesh or str(number), found.what, *errors, f"{found.verdict} {found.place}".strip()
-            table.add_row(*map(Text, cells), style=None if found.passed else "red")
+            table.add_row(*cells, style=None if found.passed else "red")
         more = [f"and {len(case.problems) - 5} more (--json has all)"] if len(case.problems) > 5 else []
         lines += [f"{case.mesh or number}: {line}" for line in (*case.problems[:5], *more, *case.notes)]
-    console(width=180).print(table, *lines, sep="\n", markup=False, highlight=False)
+    console(width=180, markup=False, highlight=False).print(table, *lines, sep="\n")
     verdict, style = ("pass", "green") if passed else ("fail", "red")
     console().print(f"{model}: {verdict}", style=style, markup=False, highlight=False, soft_wrap=True)
     return 0 if passed else 1

@@ -80,7 +80,7 @@ def has_new_data(job: Job, artifact: Artifact) -> bool:
     # that training was not better, or its version was published and then withdrawn
     if _inputs(job, artifact, manifest["version"]).items() <= last.items():
         print(
-            f"{since}, but {last['lineage']} has trained on these data already, and {last['how']} (remove "
+            f"{since}, but {last['lineage']} has trained on these data already, and was {last['how']} (remove "
             f"{job.versions}/{LAST} to train on them again)",
             flush=True,
         )
@@ -95,47 +95,26 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
     from ptf.evaluate.gate import Worse
 
     begun = artifact.models[job.versions].rsplit("/", 1)[-1] if job.model.path == job.versions else ""
-    before, now = _before_and_now(job, artifact)
+    metric = str(job.publish.metric)
+    before, now = artifact.metrics.get(START + metric), artifact.metrics.get(metric)
     try:
         if begun and now is not None and now == before and not job.publish.max_regression:
-            raise Worse(f"not published: {job.publish.metric} is {now:.4g} as before")
+            raise Worse(f"not published: {metric} is {now:.4g} as before")
         artifact = stages.publish(job, artifact)
-        outcome = f"was published: {_change(job, before, now)}"
+        values = [f"{value:.4g}" for value in (before, now) if value is not None]
+        how = f"published: {metric} {' → '.join(values)}"
     except Worse as worse:
-        print(f"retrain: {worse}", flush=True)
-        outcome = refusal(job, artifact)
+        how = str(worse)
+    print(f"retrain: {how}", flush=True)
     storage.write_record(
-        f"{job.versions}/{LAST}", _inputs(job, artifact, begun) | {"lineage": artifact.run_name, "how": outcome}
+        f"{job.versions}/{LAST}", _inputs(job, artifact, begun) | {"lineage": artifact.run_name, "how": how}
     )
     return artifact
 
 
-def refusal(job: Job, artifact: Artifact) -> str:
-    """Return what is said of a model that was not published: how `publish.metric` changed, and whether it was
-    by more than `publish.max_regression` allows."""
-    before, now = _before_and_now(job, artifact)
-    metric, allowed = job.publish.metric, job.publish.max_regression
-    if before is None or now is None:
-        return f"was not published: {_change(job, before, now)}"
-    regression = now - before if job.publish.less_is_better else before - now
-    if allowed and regression > allowed:
-        moved = "fell" if now < before else "rose"
-        return (
-            f"was not published: {metric} {moved} from {before:.4g} to {now:.4g}, more than publish.max_regression "
-            f"({allowed:g}) allows"
-        )
-    reason = "was not better" if regression >= 0 and not allowed else "was not published"
-    return f"{reason}: {_change(job, before, now)}"
-
-
-def _before_and_now(job: Job, artifact: Artifact) -> tuple[float | None, float | None]:
-    """Return `publish.metric` of the model that training started from, and of the trained one."""
-    return artifact.metrics.get(f"{START}{job.publish.metric}"), artifact.metrics.get(str(job.publish.metric))
-
-
-def _change(job: Job, before: float | None, now: float | None) -> str:
-    values = [f"{value:.4g}" for value in (before, now) if value is not None]
-    return f"{job.publish.metric} {' → '.join(values)}"
+def outcome(job: Job) -> str:
+    """Return what became of the last retraining: the model was published, or why it was not."""
+    return str(_last(job)["how"])
 
 
 def _on_published(job: Job) -> Job:

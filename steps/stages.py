@@ -44,16 +44,12 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
         print("tokenize: nothing to do, because tokenization happens during training", flush=True)
         return artifact
 
-    from ptf.data.added import tokenizer_of
-    from ptf.model.model_files import locate
-    from ptf.train.job_tokenizer import rendered
+    from ptf.train.job_tokenizer import job_tokenizer
     from ptf.train.tokenize import SETTINGS
     from ptf.train.tokenize import tokenize as tokenized
 
     resolved = artifact.resolve(job)
-    model = resolved.model
-    tokenizer = tokenizer_of(model.tokenizer or str(locate(model.path, verify_up_to=job.verify_bytes)), model.tokens)
-    tokenizer = rendered(resolved, tokenizer, Path(job.output) / artifact.run_name)
+    tokenizer = job_tokenizer(resolved, Path(job.output) / artifact.run_name, job.verify_bytes)
     made = tokenized(resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *SETTINGS))
     return artifact.with_changes(tokenized=made)
 

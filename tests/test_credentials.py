@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ptf.config import Plugin, dump, loads, plugin, shown
-from ptf.config.error import ConfigError
+from ptf.config import ConfigError, Plugin, dump, loads, plugin, shown
 from ptf.errors import UserError
 from ptf.workspace import credentials
 from tests.flows.toy import Toy

@@ -12,8 +12,7 @@ import yaml
 from ptf import cli, storage
 from ptf.artifact import Artifact
 from ptf.compute.checkpoint import Checkpoints
-from ptf.config import loads
-from ptf.config.error import ConfigError
+from ptf.config import ConfigError, loads
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.errors import UserError
 from ptf.model import model_files

@@ -7,7 +7,6 @@ the file has lost the lease and writes nothing more.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -21,6 +20,7 @@ from pathlib import Path
 from ptf import storage
 from ptf.config import Job
 from ptf.errors import UserError
+from ptf.workspace.locks import locked
 
 FILE = "lease.json"
 BEAT_S = 5.0  # between heartbeats
@@ -312,25 +312,11 @@ def _locked(uri: str) -> Iterator[None]:
     Raises RunInUse if another process keeps it for longer than any commit takes.
     """
     file = storage.local_path(uri)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(file.with_name(f".{file.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    ends = time.monotonic() + SILENT_S
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > ends:
-                    text = _text(uri)
-                    holder = Record.read(text, uri).holder_text() if text else "another process"
-                    raise RunInUse(
-                        f"{uri} is locked by {holder}, in the middle of a write for {SILENT_S:g} s: if it is stopped, "
-                        "end it"
-                    ) from None
-                time.sleep(0.01)
+    with locked(file.with_name(f".{file.name}.lock"), SILENT_S) as is_held:
+        if not is_held:
+            text = _text(uri)
+            holder = Record.read(text, uri).holder_text() if text else "another process"
+            raise RunInUse(
+                f"{uri} is locked by {holder}, in the middle of a write for {SILENT_S:g} s: if it is stopped, end it"
+            )
         yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open, too
-        os.close(handle)

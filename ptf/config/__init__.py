@@ -1,7 +1,6 @@
 """Configs: one typed tree (`schema`), read from YAML (`load`). No torch. Only here, and in the
 recipes' own keys, pydantic is used."""
 
-from ptf.config.error import ConfigError
 from ptf.config.load import (
     dump,
     fingerprint,
@@ -16,6 +15,7 @@ from ptf.config.load import (
 )
 from ptf.config.schema import Job
 from ptf.config.section import Plugin
+from ptf.config.tree import ConfigError
 
 __all__ = [
     "ConfigError",

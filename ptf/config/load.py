@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ptf.config.error import Problems
 from ptf.config.explain import explain, given
 from ptf.config.plugin import on_path
 from ptf.config.plugin_code import code_of
@@ -23,7 +22,7 @@ from ptf.config.recipes import algo_config
 from ptf.config.schema import Job, job_class, jobs
 from ptf.config.section import AlgoConfig, Section
 from ptf.config.sections.data import Source
-from ptf.config.tree import Dumper, Problem, Tree, merge, near, parse
+from ptf.config.tree import Dumper, Problem, Problems, Tree, merge, near, parse
 from ptf.errors import UserError
 from ptf.workspace.credentials import HIDDEN, REFERENCE
 

@@ -36,7 +36,6 @@ LIMITS_WITH_EXPERTS = {**LOGPROB_LIMITS, "fp32": LogprobLimits(1e-3, LOGPROB_TOL
 def logprob_limits(job: Job, *, experts: bool = False) -> LogprobLimits:
     """Return the limits of a job with rollouts: those of its precision, and of whether the model has experts, times
     `rollout.logprob_tolerance`."""
-    assert job.rollout is not None
     mean, threshold, share = (LIMITS_WITH_EXPERTS if experts else LOGPROB_LIMITS)[job.train.precision]
-    factor = job.rollout.logprob_tolerance
+    factor = job.online_rollout.logprob_tolerance
     return LogprobLimits(factor * mean, factor * threshold, share)

@@ -5,7 +5,6 @@ A plugin is resolved to a callable with its keyword arguments bound; a wrong nam
 
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import pickle
@@ -16,9 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from ptf.config.error import ConfigError
 from ptf.config.section import Plugin
-from ptf.config.tree import near
+from ptf.config.tree import ConfigError, near
 from ptf.workspace.credentials import resolved
 
 T = TypeVar("T")
@@ -95,24 +93,23 @@ def bind(plugin: Plugin) -> Callable[..., Any]:
 
 def _module(name: str, use: str) -> ModuleType:
     """Import a module, or say which part of its dotted name is not there."""
-    imported, parent = None, ""
-    for part in name.split("."):
-        whole = f"{parent}.{part}" if parent else part
-        inside = list(getattr(imported, "__path__", ())) if imported else None  # None: the whole Python path
-        if inside == [] or importlib.util.find_spec(whole) is None:
-            where = (
-                f"the package {parent}"
-                if inside
-                else f"{parent}, which is no package"
-                if imported
-                else "the Python path: install it, or add its directory"
-            )
-            gone = [] if imported else [place for place in plugin_path() if not os.path.isdir(place)]
-            raise ConfigError(
-                f"{use}: no module {part!r} in "
-                f"{where}{near(part, (module.name for module in pkgutil.iter_modules(inside)))}"
-                f"{'; the run began with modules in ' + ', '.join(gone) + ', which is gone' if gone else ''}"
-            )
-        imported, parent = importlib.import_module(whole), whole
-    assert imported is not None
-    return imported
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # of what the module imports
+            raise
+        parent, _, part = str(error.name).rpartition(".")
+    inside = list(getattr(sys.modules[parent], "__path__", ())) if parent else None  # None: the whole Python path
+    where = (
+        f"the package {parent}"
+        if inside
+        else f"{parent}, which is no package"
+        if parent
+        else "the Python path: install it, or add its directory"
+    )
+    gone = [] if parent else [place for place in plugin_path() if not os.path.isdir(place)]
+    raise ConfigError(
+        f"{use}: no module {part!r} in {where}"
+        f"{near(part, (module.name for module in pkgutil.iter_modules(inside)))}"
+        f"{'; the run began with modules in ' + ', '.join(gone) + ', which is gone' if gone else ''}"
+    )

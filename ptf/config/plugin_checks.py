@@ -10,14 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from ptf.config import plugin
-from ptf.config.error import ConfigError
 from ptf.config.explain import explain
 from ptf.config.load import checked
 from ptf.config.plugin import on_path
 from ptf.config.recipes import declared_config, validated
 from ptf.config.reward_signature import parameters, reward_fault
 from ptf.config.schema import Job
-from ptf.config.tree import Node, Problem, merge, near
+from ptf.config.tree import ConfigError, Node, Problem, merge, near
 
 Keys = tuple[str | int, ...]  # from the top of a config
 REWARDS: set[Keys] = {("rollout", "reward"), ("evaluate", "reward")}
@@ -49,13 +48,10 @@ def problems(root: Node) -> Iterator[Problem]:
     for where, use, args in plugins(values, ()):
         try:
             target = plugin.resolve(use)
-        except ConfigError as error:
-            yield problem(root, (*where, "use"), str(error))
-            continue
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            at = f"{frame.filename}:{frame.lineno}"
-            yield problem(root, (*where, "use"), f"importing {use} failed: {type(error).__name__}: {error} ({at})")
+            failed = f"importing {use} failed: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            yield problem(root, (*where, "use"), str(error) if isinstance(error, ConfigError) else failed)
             continue
         if not callable(target):
             yield problem(root, (*where, "use"), f"{use} is not callable: it is of type {type(target).__name__}")

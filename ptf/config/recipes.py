@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ptf.config import plugin
-from ptf.config.error import ConfigError
 from ptf.config.section import AlgoConfig, Plugin
+from ptf.config.tree import ConfigError
 from ptf.workspace.credentials import resolved
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ The schema's annotations and attribute docstrings are the documentation; nothing
 import ast
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -85,25 +85,13 @@ def markdown() -> str:
     titles: dict[tuple[type[Section], bool], list[str]] = {}
     for title, section, may_change in _sections(Job, "", False):
         titles.setdefault((section, may_change), []).append(title)
-    most_set = _rows(MOST_SET_HEAD, [(key, field_at(key)) for key in MOST_SET])
-    return "\n".join(
-        [
-            INTRO,
-            most_set,
-            *(_table(", ".join(names), section, may_change) for (section, may_change), names in titles.items()),
-        ]
-    )
-
-
-def field_at(key: str) -> tuple[FieldInfo, bool, str]:
-    """Return the field of a dotted key of a job, whether the key or a section above it may change on resume, and the
-    key's docstring. Raises KeyError where a job has no such key."""
-    *above, name = key.split(".")
-    section, may_change = Job, False
-    for step in above:
-        field = section.model_fields[step]
-        section, may_change = section_at(field.annotation, []) or Section, may_change or _changeable(field)
-    return section.model_fields[name], may_change, docstrings(section).get(name, "")
+    tables, told = [], dict[str, str]()
+    for (section, may_change), names in titles.items():
+        rows = _rows(section, may_change)
+        tables.append(_table(f"## {', '.join(names)}\n\n{_line(section.__doc__)}\n", rows.values()))
+        told |= {f"{title}.{name}".removeprefix("Job."): row for title in names for name, row in rows.items()}
+    most_set = [told[key].replace(f"`{key.rpartition('.')[2]}`", f"`{key}`", 1) for key in MOST_SET]
+    return "\n".join([INTRO, _table(MOST_SET_HEAD, most_set), *tables])
 
 
 @cache
@@ -196,31 +184,24 @@ def _sections(section: type[Section], above: str, may_change: bool) -> Iterator[
         yield "a plugin", Plugin, False
 
 
-def _table(title: str, section: type[Section], may_change: bool) -> str:
-    head = f"## {title}\n\n{_line(section.__doc__)}\n"
-    if not section.model_fields:
-        return head
-    texts = docstrings(section)
-    fields = [(name, (field, may_change, texts.get(name, ""))) for name, field in section.model_fields.items()]
-    return _rows(head, fields, section is not Plugin)
+def _table(head: str, rows: Iterable[str]) -> str:
+    lines = [head, "| key | type | default | on resume | |", "|---|---|---|---|---|", *rows, ""]
+    return "\n".join(lines) if len(lines) > 4 else head
 
 
-def _rows(head: str, fields: list[tuple[str, tuple[FieldInfo, bool, str]]], resumes: bool = True) -> str:
-    """Return a table of keys below `head`.
-
-    Each key is given as it is to be named, with its field, whether a section above may change, and its docstring. With
-    `resumes` False, nothing is said of resuming.
-    """
-    rows = []
-    for name, (field, may_change, text) in fields:
+def _rows(section: type[Section], may_change: bool) -> dict[str, str]:
+    """Return the row of each key of a section, by its name; `may_change`: whether a key above it may change."""
+    rows, texts = {}, docstrings(section)
+    for name, field in section.model_fields.items():
         inner = section_at(field.annotation, [])
         inner = None if inner is Plugin else inner
-        resume = "" if inner or not resumes else "may change" if may_change or _changeable(field) else "fixed"
-        about = (text or _line(inner and inner.__doc__)).replace("|", "\\|")
-        rows.append(
+        resume = "may change" if may_change or _changeable(field) else "fixed"
+        resume = "" if inner or section is Plugin else resume
+        about = (texts.get(name) or _line(inner and inner.__doc__)).replace("|", "\\|")
+        rows[name] = (
             f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |"
         )
-    return "\n".join([head, "| key | type | default | on resume | |", "|---|---|---|---|---|", *rows, ""])
+    return rows
 
 
 def _line(text: str | None) -> str:

@@ -11,16 +11,15 @@ if TYPE_CHECKING:
     from ptf.config.sections.rollout import RolloutConfig
 
 
-def rollout_rules(job: "Job") -> Rules:
+def rollout_rules(job: "Job", rollout: "RolloutConfig") -> Rules:
     """Return the rules of `rollout` and of what does not go with it."""
-    rollout, launcher = job.rollout, job.compute.launcher
-    if rollout is None:
-        return {}
+    launcher = job.compute.launcher
     decoding, divisible = rollout.constrained_decoding, rollout.engine in ("auto", "vllm") and launcher == "ray"
     return {
         **reward_rules(job, rollout),
         **source_rules(job, rollout),
         **asynchronous_rules(job, rollout),
+        **pool_rules(job, rollout),
         "evaluate.reward must not be set with rollout.environment, which plays the held-out episodes too and gives "
         "their rewards; remove it": "" in rollout.environment and job.evaluate.reward,
         "data.validation is for recipes without rollouts; held-out prompts are evaluate.sources": job.data.validation,
@@ -141,31 +140,15 @@ def source_rules(job: "Job", rollout: "RolloutConfig") -> Rules:
     }
 
 
-def prompt_rules(job: "Job") -> Rules:
-    """Return the rules of the kinds of sources: prompts are for rollouts and evaluation, which take no others."""
-    trained = {f"data.sources.{name}": source for name, source in job.data.sources.items()}
-    held_out = {f"evaluate.sources.{name}": source for name, source in job.evaluate.sources.items()}
-    return {
-        f"{key}.kind: prompt is for recipes with rollouts": source.kind == "prompt"
-        and not job.rollout
-        and isinstance(job.recipe, str)
-        for key, source in trained.items()
-    } | {
-        f"{key}.kind must be prompt, not {source.kind}": source.kind not in ("auto", "prompt")
-        for key, source in (held_out | (trained if job.rollout else {})).items()
-    }
-
-
-def pool_rules(job: "Job") -> Rules:
+def pool_rules(job: "Job", rollout: "RolloutConfig") -> Rules:
     """Return the rules of `compute.pools`: policy and rollout must each be in a pool, the same or different ones, and
     no role in more than one.
 
     Which other roles a job has depends on its recipe; `ptf.rl.job_cluster.pools_of` checks that they are in a pool.
     """
-    pools, rollout = job.compute.pools, job.rollout
-    if not pools or not rollout:
-        rule = "compute.pools is for recipes with rollouts; others have one group of compute.workers: remove it"
-        return {rule: pools}
+    pools = job.compute.pools
+    if not pools:
+        return {}
     seats = [role for pool in pools.values() for role in set(pool.roles)]
     return {
         **{f"compute.pools: role {role} is in more than one": seats.count(role) > 1 for role in sorted(seats)},

@@ -1,7 +1,7 @@
 """Rules between keys of a job, for combinations that do not work.
 
 Each function returns its rules as a table: the line that is said of a job that breaks the rule, which begins with the
-key to change, and whether the job does. `RULES` lists them in the order in which their problems are reported.
+key to change, and whether the job does.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ptf.config.cron import schedule
-from ptf.config.rollout_rules import pool_rules, prompt_rules, rollout_rules
+from ptf.config.rollout_rules import rollout_rules
 from ptf.config.section import AlgoConfig, Rules
 from ptf.config.sections.train import TrainConfig
 from ptf.config.tree import walk
@@ -25,16 +25,35 @@ SCHEDULE_IS_LONGER = (
 )
 
 
-def name_rules(job: "Job") -> Rules:
-    """Return the rules of names that, as part of a path, could lead out of their directory."""
-    by_key = job.sources_by_section
-    if job.evaluate.ranking:
-        by_key["evaluate.ranking.sources"] = job.evaluate.ranking.sources
+def source_rules(job: "Job") -> Rules:
+    """Return the rules of the names of sources, which as part of a path could lead out of their directory, and of their
+    kinds: prompts are for rollouts and evaluation, which take no others."""
+    by_section = job.sources_by_section
+    trained, held_out = by_section["data.sources"], by_section["evaluate.sources"]
+    of_prompts = {f"evaluate.sources.{name}": source for name, source in held_out.items()}
+    of_prompts |= {f"data.sources.{name}": source for name, source in trained.items() if job.rollout}
+    ranked = {"evaluate.ranking.sources": job.evaluate.ranking.sources} if job.evaluate.ranking else {}
     rule = (
         "is not a valid source name: a name begins with a letter or a digit, contains no slash and has at most "
         "100 characters"
     )
-    return {f"{key}: {name!r} {rule}": not NAME.fullmatch(name) for key, sources in by_key.items() for name in sources}
+    return {
+        **{
+            f"{key}: {name!r} {rule}": not NAME.fullmatch(name)
+            for key, sources in (by_section | ranked).items()
+            for name in sources
+        },
+        **{
+            f"data.sources.{name}.kind: prompt is for recipes with rollouts": source.kind == "prompt"
+            and not job.rollout
+            and isinstance(job.recipe, str)
+            for name, source in trained.items()
+        },
+        **{
+            f"{key}.kind must be prompt, not {source.kind}": source.kind not in ("auto", "prompt")
+            for key, source in of_prompts.items()
+        },
+    }
 
 
 def secret_rules(job: "Job") -> Rules:
@@ -144,6 +163,9 @@ def compute_rules(job: "Job") -> Rules:
         "output must be a directory on this machine; publish.to may be a URI": "://" in job.output,
         f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({tensor}) must divide compute.workers "
         f"({workers})": sizes.ranks != workers,
+        "compute.pools is for recipes with rollouts; others have one group of compute.workers: remove it": (
+            job.compute.pools and not job.rollout
+        ),
         "compute.launcher: local is one process; use ray or torchrun for compute.workers > 1": launcher == "local"
         and workers > 1,
         **{
@@ -231,21 +253,21 @@ def model_rules(job: "Job") -> Rules:
 
 
 RULES: tuple[Callable[["Job"], Rules], ...] = (
-    name_rules,
+    source_rules,
     secret_rules,
     compute_rules,
     length_rules,
     train_rules,
     model_rules,
-    pool_rules,
     stage_rules,
-    rollout_rules,
-    prompt_rules,
 )
 
 
 def broken(job: "Job") -> list[str]:
     """One line for each rule that is broken, the recipe's own among them, beginning with the key to change."""
-    own = job.algo.config_rules(job) if isinstance(job.algo, AlgoConfig) else {}
-    tables = [*(rules(job) for rules in RULES), own]
+    tables = [rules(job) for rules in RULES]
+    if job.rollout:
+        tables.append(rollout_rules(job, job.rollout))
+    if isinstance(job.algo, AlgoConfig):
+        tables.append(job.algo.config_rules(job))
     return [line for table in tables for line, is_broken in table.items() if is_broken]

@@ -68,6 +68,12 @@ class Job(Section):
         }
 
     @property
+    def online_rollout(self) -> RolloutConfig:
+        """The section `rollout`, which every job of an online recipe has."""
+        assert self.rollout is not None
+        return self.rollout
+
+    @property
     def verify_bytes(self) -> float:
         """Most bytes of one directory that are hashed before it is used; if it has more, only sizes are compared."""
         return self.checkpoint.sha256_max_gib * 2**30

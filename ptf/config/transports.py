@@ -10,7 +10,7 @@ The rules of the configuration, `ptf plan` (traffic.py, online_budget.py) and th
 no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -18,11 +18,6 @@ from ptf.config.section import Rules
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
-
-
-def no_rules(job: "Job") -> Rules:
-    """Return none: the transport works with every job."""
-    return {}
 
 
 @dataclass(frozen=True)
@@ -36,45 +31,32 @@ class TransportFacts:
     # least as long as its slowest link, and weights cannot be sent again to one engine alone
     streams: bool = False
     in_files: bool = False  # True: the buckets are files in the run's directory
-    rules: Callable[["Job"], Rules] = no_rules  # what a job must keep to use it, without the key
+    # of those that stream: True: policy and rollout are in one pool, and each rank sends to the engine on its device;
+    # False: they are in different ones
+    one_pool: bool = False
     only_from_gpus: bool = False  # True: `auto` tries it only where whole weights are sent from GPUs to GPUs
 
 
-def streaming_rules(job: "Job") -> Rules:
-    """Return what a job must keep to send weights while the engines read."""
-    assert job.rollout is not None
+def rules_of(job: "Job", transport: TransportFacts) -> Rules:
+    """Return what a job must keep to use a transport, without the key."""
+    if not transport.streams:
+        return {}
+    rollout, pools = job.online_rollout, job.compute.pools.values()
+    together = not pools or any({"policy", "rollout"} <= set(pool.roles) for pool in pools)
+    fits = together and rollout.replicas * rollout.tensor_parallel_size == job.compute.workers
     return {
         "policy and rollout need processes of their own: compute.launcher: ray": job.compute.launcher != "ray",
-        "rollout.engine must be native or vllm": job.rollout.engine not in ("auto", "native", "vllm"),
+        "rollout.engine must be native or vllm": rollout.engine not in ("auto", "native", "vllm"),
         "sends whole models only, but rollout.lora_sync is adapter; use object_store or files, or lora_sync: merged": (
-            job.rollout.lora_sync == "adapter"
+            rollout.lora_sync == "adapter"
         ),
         "model.backend: hf does not know the names of its tensors in advance; give object_store or files": (
             job.model.backend == "hf"
         ),
-    }
-
-
-def ipc_rules(job: "Job") -> Rules:
-    """Return what a job must keep to send weights through memory that policy and engine share."""
-    assert job.rollout is not None
-    devices = job.rollout.replicas * job.rollout.tensor_parallel_size
-    return {
-        **streaming_rules(job),
         "policy and rollout must be in one pool, with as many rollout.replicas × rollout.tensor_parallel_size as "
-        "compute.workers": not share_a_pool(job) or devices != job.compute.workers,
+        "compute.workers": transport.one_pool and not fits,
+        "policy and rollout must be in different compute.pools": not transport.one_pool and together,
     }
-
-
-def nccl_rules(job: "Job") -> Rules:
-    """Return what a job must keep to broadcast weights to devices of other roles."""
-    return {**streaming_rules(job), "policy and rollout must be in different compute.pools": share_a_pool(job)}
-
-
-def share_a_pool(job: "Job") -> bool:
-    """Return whether policy and rollout use the same devices."""
-    pools = job.compute.pools.values()
-    return not pools or any({"policy", "rollout"} <= set(pool.roles) for pool in pools)
 
 
 # of transports that store all buckets: from the GPU, digest, into the store; and back
@@ -87,7 +69,7 @@ TRANSPORTS = {
         code="ptf.rl.weights.ipc:Ipc",
         link_crossings={"gather": 1, "device": 2, "digest_on_device": 2},
         streams=True,
-        rules=ipc_rules,
+        one_pool=True,
         only_from_gpus=True,
     ),
     # by a broadcast from the policy's first rank
@@ -95,7 +77,6 @@ TRANSPORTS = {
         code="ptf.rl.weights.nccl:Nccl",
         link_crossings={"gather": 1, "digest_on_device": 2},
         streams=True,
-        rules=nccl_rules,
         only_from_gpus=True,
     ),
     # through files in the run's directory, 256 MiB at a time
@@ -127,8 +108,7 @@ def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
 
     `gpu`: whether the roles have GPUs; `experts`: whether the model is a mixture of experts.
     """
-    assert job.rollout is not None
-    rollout, model, lora = job.rollout, job.model, job.model.lora
+    rollout, model, lora = job.online_rollout, job.model, job.model.lora
     if rollout.lora_sync != "auto":
         return job
     adapter_is_servable = (
@@ -150,30 +130,27 @@ def resolve_transport(job: "Job", gpu: bool) -> str:
 
     `gpu` is whether the roles have GPUs.
     """
-    assert job.rollout is not None
-    if job.rollout.transport in TRANSPORTS:
-        return job.rollout.transport
+    if job.online_rollout.transport in TRANSPORTS:
+        return job.online_rollout.transport
     # on a CPU, or for an adapter alone, `object_store` is as good
-    from_gpus = gpu and job.compute.launcher == "ray" and job.rollout.lora_sync != "adapter"
+    from_gpus = gpu and job.compute.launcher == "ray" and job.online_rollout.lora_sync != "adapter"
     return next(
         name
         for name, transport in TRANSPORTS.items()
-        if (from_gpus or not transport.only_from_gpus) and not any(transport.rules(job).values())
+        if (from_gpus or not transport.only_from_gpus) and not any(rules_of(job, transport).values())
     )
 
 
 def config_rules(job: "Job") -> Rules:
     """Return what a job must keep to use the transport that it names."""
-    assert job.rollout is not None
-    name = job.rollout.transport
-    rules = TRANSPORTS[name].rules(job) if name in TRANSPORTS else {}  # else: auto
+    name = job.online_rollout.transport
+    rules = rules_of(job, TRANSPORTS[name]) if name in TRANSPORTS else {}  # else: auto
     return {f"rollout.transport: {name}: {rule}": is_broken for rule, is_broken in rules.items()}
 
 
 def advice(job: "Job", gpu: bool) -> list[str]:
     """Return a line that says how `auto` could choose a transport that streams, if one key prevents it."""
-    assert job.rollout is not None
-    rollout, workers = job.rollout, job.compute.workers
+    rollout, workers = job.online_rollout, job.compute.workers
     if rollout.transport in TRANSPORTS or workers % rollout.tensor_parallel_size:
         return []
     replicas = workers // rollout.tensor_parallel_size

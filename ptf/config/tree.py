@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ptf.errors import UserError
 from ptf.workspace.credentials import HIDDEN, is_secret
 
 RESOLVERS = [  # (tag, pattern of the text, first characters)
@@ -90,6 +91,21 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         return "  ".join(filter(None, (str(self.place), self.key, self.what)))
+
+
+class ConfigError(UserError):
+    """A config is invalid."""
+
+
+class Problems(ConfigError):
+    """All problems of a config. The message has one line for each, in the order of the files."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = sorted(problems, key=lambda p: (p.place, p.key))
+        super().__init__("\n".join(map(str, self.problems)))
+
+    def __reduce__(self) -> tuple:  # unpickling an exception calls its class with these arguments
+        return Problems, (self.problems,)
 
 
 @dataclass(frozen=True)

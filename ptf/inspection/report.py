@@ -16,8 +16,7 @@ import numpy as np
 
 from ptf.compute.device_defaults import settled
 from ptf.config import Job
-from ptf.config.error import Problems
-from ptf.data.added import tokenizer_of
+from ptf.config.tree import Problems
 from ptf.data.document import Document, PackUnit
 from ptf.data.encode import encode_prompt
 from ptf.data.forms import Row
@@ -26,11 +25,10 @@ from ptf.data.survey import SourceSurvey, Survey, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import BLOCKS, DataPlan
 from ptf.errors import UserError
-from ptf.model.model_files import locate
 from ptf.recipes import registry
 from ptf.run import resolved
 from ptf.train.dataloading import make_partitions, preview_data
-from ptf.train.job_tokenizer import rendered
+from ptf.train.job_tokenizer import job_tokenizer
 
 FEW_ROWS = 2000  # rows of each source that are read if all sources together have more than `ALL_ROWS`
 ALL_ROWS = 100_000
@@ -65,8 +63,7 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
     """
     job = settled(resolved(job))
     recipe = registry.build(job)
-    path = job.model.tokenizer or str(locate(job.model.path, verify_up_to=None))
-    tokenizer = rendered(job, tokenizer_of(path, job.model.tokens), None)
+    tokenizer = job_tokenizer(job, None, verify_up_to=None)
     partitions = make_partitions(job, recipe, tokenizer)
     if job.rollout:
         sources = {name: replace(spec, kind="prompt") for name, spec in partitions.sources.items()}

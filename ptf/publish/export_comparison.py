@@ -8,7 +8,6 @@ import torch
 from ptf.compute.world import World
 from ptf.config import Job
 from ptf.config.logprob_limits import LOGPROB_TOLERANCE
-from ptf.data.added import tokenizer_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model import model_files
@@ -22,7 +21,7 @@ from ptf.train.adapter import difference_of, raise_if_difference
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.export import probe, probe_of
 from ptf.train.export_settings import padding_id
-from ptf.train.job_tokenizer import rendered
+from ptf.train.job_tokenizer import job_tokenizer
 from ptf.train.model_source import StartingModel
 
 
@@ -38,8 +37,7 @@ def model_difference(job: Job, run: Path, model: Path) -> float:
             f"The directory has the whole model, those tensors in {FILES['layers.']}: "
             "to continue training from it, use the same model.replace"
         )
-    base = job.model.tokenizer or str(model_files.locate(job.model.path, verify_up_to=job.verify_bytes))
-    trained = rendered(job, tokenizer_of(base, job.model.tokens), run)
+    trained = job_tokenizer(job, run, job.verify_bytes)
     served = Tokenizer.load(str(model))
     served.rendering = trained.rendering  # not compared: a template may render the date, which differs when served
     config, kept = model_files.read_config(model), probe_of(run)

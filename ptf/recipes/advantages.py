@@ -19,12 +19,6 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
 
 
-def overlong_penalty(tokens: int, longest: int, margin: int) -> float:
-    """Return what is subtracted from the reward of a response of that many tokens: 0 up to `margin` tokens before the
-    longest length, then linearly up to 1 (DAPO, Yu et al. 2025, eq. 13)."""
-    return min(1.0, max(0.0, (tokens - longest + margin) / margin)) if margin else 0.0
-
-
 def generalised_advantages(
     rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float, value_after: float = 0.0
 ) -> np.ndarray:

@@ -60,7 +60,6 @@ class OnlineConfig(AlgoConfig):
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys, among them those of `rollout.top_p` below 1: under another policy the
         nucleus differs, and may not contain a sampled token."""
-        assert job.rollout is not None
         return {
             "algo.tis_mode and algo.tis_level have no effect without algo.tis_cap": (
                 self.in_force(job).tis_cap is None and (self.tis_mode, self.tis_level) != ("truncate", "token")
@@ -70,7 +69,7 @@ class OnlineConfig(AlgoConfig):
             "algo.dual_clip is for algo.policy_loss: clip": self.policy_loss == "cispo" and self.dual_clip is not None,
             "rollout.top_p: below 1, a second optimizer step trains a policy whose nucleus may not contain a sampled "
             "token; set algo.update_epochs: 1 and algo.num_minibatches: 1, or rollout.top_p: 1": (
-                job.rollout.top_p < 1 and self.update_epochs * self.num_minibatches > 1
+                job.online_rollout.top_p < 1 and self.update_epochs * self.num_minibatches > 1
             ),
         }
 
@@ -96,8 +95,7 @@ class RewardedConfig(OnlineConfig):
 
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys."""
-        assert job.rollout is not None
-        rollout = job.rollout
+        rollout = job.online_rollout
         return {
             **super().config_rules(job),
             "algo.kl_estimator: on policy, the gradient of k1 is 0 on average: in the loss it adds noise alone; use "

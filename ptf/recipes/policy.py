@@ -15,7 +15,6 @@ from ptf.data.batch import Batch
 from ptf.data.trajectory import Trajectory
 from ptf.model.chunked import TokenLogprobs, sampled_from, surrogate, token_logprobs
 from ptf.model.model import Model
-from ptf.recipes.advantages import overlong_penalty
 from ptf.recipes.documents import sums
 from ptf.recipes.online import OnlineConfig, RewardedConfig
 from ptf.recipes.protocol import FrozenModelSpec, Metrics, Recipe
@@ -213,10 +212,11 @@ class RewardedPolicy(ClippedPolicy):
         return trajectory.complete or not self.config.overlong_filter
 
     def overlong_penalty(self, trajectory: Trajectory) -> float:
-        """Return what is subtracted from the reward of an episode for its length; 0 without
-        `overlong_buffer_tokens`."""
-        longest, margin = self.context.max_new_tokens, self.config.overlong_buffer_tokens
-        return overlong_penalty(trajectory.num_sampled_tokens, longest, margin)
+        """Return what is subtracted from the reward of an episode for its length: 0 up to `overlong_buffer_tokens`
+        before the longest length, then linearly up to 1 (DAPO, Yu et al. 2025, eq. 13)."""
+        margin = self.config.overlong_buffer_tokens
+        beyond = trajectory.num_sampled_tokens - self.context.max_new_tokens + margin
+        return min(1.0, max(0.0, beyond / margin)) if margin else 0.0
 
 
 def broadcast_to_tokens(values: Tensor, batch: Batch) -> Tensor:

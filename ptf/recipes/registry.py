@@ -1,7 +1,6 @@
 """The recipe of a job, built from its config (ptf.config.recipes lists those of ptf)."""
 
 import importlib
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ptf.config import plugin
@@ -33,12 +32,11 @@ def build(job: "Job") -> "Recipe":
         made = getattr(importlib.import_module(f"ptf.recipes.{job.recipe}.recipe"), job.recipe.upper())
     if job.rollout is not None and job.rollout.max_staleness and getattr(config, "tis_cap", None) is None:
         raise UserError(f"algo.tis_cap: {STALENESS_NEEDS_CAP}; the recipe {made.__name__} has no `tis_cap`")
-    context = Context(job.data.train_on, tuple(job.data.sources))
+    sampled = {}
     if (rollout := job.rollout) is not None:
-        context = replace(
-            context,
-            processing=LogitsProcessing(rollout.temperature, rollout.top_p),
-            max_new_tokens=rollout.max_new_tokens,
-            logprob_diff_threshold=logprob_limits(job).threshold,
-        )
-    return made(config, context)
+        sampled = {
+            "processing": LogitsProcessing(rollout.temperature, rollout.top_p),
+            "max_new_tokens": rollout.max_new_tokens,
+            "logprob_diff_threshold": logprob_limits(job).threshold,
+        }
+    return made(config, Context(job.data.train_on, tuple(job.data.sources), **sampled))

@@ -18,9 +18,8 @@ from ptf.storage.listings import (
     listing,
     require_bucket,
 )
-from ptf.storage.manifests import commit, finish, manifest_of
 from ptf.storage.reading import READ_BYTES, Ranged, open_read, read_text
-from ptf.storage.records import WORDS, parse_record, read_record, record_text, write_record
+from ptf.storage.records import WORDS, commit, finish, manifest_of, parse_record, read_record, record_text, write_record
 from ptf.storage.store import Corrupt, Missing, is_local, local_path, retry
 from ptf.storage.writing import create, move, remove, swap_text, write_text
 

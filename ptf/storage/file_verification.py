@@ -7,7 +7,6 @@ below `PTF_CACHE` (default `~/.cache/ptf`).
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -19,11 +18,11 @@ from typing import Any
 
 from ptf import storage
 from ptf.storage import MANIFEST, Corrupt
-from ptf.workspace import progress, scratch
+from ptf.workspace import locks, progress, scratch
 
 FRESH_NS = 100_000_000  # a later write to a file that changed less than this ago may leave its times the same
 COARSE_NS = 2_000_000_000  # the same, for file systems that store times in whole seconds
-WAIT_S = 600.0  # longest wait for another process that is hashing the same directory
+WAIT_S = 600.0  # longest wait for another process that is hashing the same directory; then it goes on without the lock
 
 
 def verify(
@@ -190,19 +189,17 @@ def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
     place = os.path.realpath(directory) if storage.is_local(directory) else directory
     root = Path(os.environ.get("PTF_CACHE") or Path.home() / ".cache" / "ptf") / "verified"
     file = root / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.json"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        handle = os.open(file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        print(
-            f"the hashes of verified files cannot be remembered in {root} ({error.strerror}), so every file is hashed "
-            "again; set PTF_CACHE to a writable directory",
-            flush=True,
-        )
-        yield {}
-        return
-    try:
-        _wait(handle)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locks.locked(file.with_suffix(".lock"), WAIT_S))
+        except OSError as error:
+            print(
+                f"the hashes of verified files cannot be remembered in {root} ({error.strerror}), so every file is "
+                "hashed again; set PTF_CACHE to a writable directory",
+                flush=True,
+            )
+            yield {}
+            return
         try:
             known = json.loads(file.read_text())
             assert isinstance(known, dict)
@@ -212,20 +209,6 @@ def _memory(directory: str) -> Iterator[dict[str, list[str]]]:
         yield known
         if json.dumps(known) != before:
             storage.write_text(str(file), json.dumps(known))
-    finally:
-        fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has the file open too
-        os.close(handle)
-
-
-def _wait(handle: int) -> None:
-    """Wait for the process that is hashing the same files; give up after `WAIT_S`, and go on without the lock."""
-    ends = time.monotonic() + WAIT_S
-    while time.monotonic() < ends:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.05)
-    return None
 
 
 @contextlib.contextmanager

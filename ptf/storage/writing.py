@@ -1,7 +1,6 @@
 """Writing of files. None is written in place: a reader gets the old file or the new one."""
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +11,7 @@ from ptf.storage.hashing import Hashing
 from ptf.storage.listings import MANIFEST, exists
 from ptf.storage.reading import read_text
 from ptf.storage.store import Missing, on_disk, retry, store_of
-from ptf.workspace import scratch
+from ptf.workspace import locks, scratch
 
 
 def write_text(uri: str, text: str) -> None:
@@ -33,7 +32,7 @@ def swap_text(uri: str, text: str, expected: str | None) -> bool:
     """
     files, path = store_of(uri)
     if on_disk(files):
-        with _locked(Path(path)):
+        with locks.locked(Path(path).with_name(f".{Path(path).name}.lock")):
             same = (read_text(uri) if exists(uri) else None) == expected
             if same:
                 write_text(uri, text)
@@ -103,22 +102,6 @@ def replacing(target: Path) -> Iterator[Path]:
             os.fsync(stream.fileno())
         os.replace(part, target)
         flush_directory(target.parent)
-
-
-@contextlib.contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with whoever holds it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    file = target.with_name(f".{target.name}.lock")
-    try:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # another user's; to lock it, it need only be read
-        handle = os.open(file, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def flush_directory(directory: Path) -> None:

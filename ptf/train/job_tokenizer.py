@@ -11,9 +11,11 @@ from pathlib import Path
 
 from ptf import storage
 from ptf.config.schema import Job
+from ptf.data.added import tokenizer_of
 from ptf.data.rendering import Rendering, renders_date
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from ptf.model.model_files import locate
 from ptf.workspace import scratch
 
 DATE = "date.json"  # in the run's directory
@@ -32,6 +34,15 @@ def is_rendered_otherwise(job: Job, directory: str) -> bool:
         or data.consecutive_turns != "error"
         or any(renders_date(file.read_text()) for file in files if file.is_file())
     )
+
+
+def job_tokenizer(job: Job, run: Path | None, verify_up_to: float | None) -> Tokenizer:
+    """Return the tokenizer of a resolved job's model, with the job's tokens, chat template and rendering (`rendered`).
+
+    `verify_up_to`: as for `ptf.model.model_files.locate`, where the model's directory has the tokenizer.
+    """
+    path = job.model.tokenizer or str(locate(job.model.path, verify_up_to=verify_up_to))
+    return rendered(job, tokenizer_of(path, job.model.tokens), run)
 
 
 def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ptf.config.error import Problems
 from ptf.config.load import checked
 from ptf.config.plugin import PLUGIN_PATH, on_path, plugin_path
 from ptf.config.plugin_checks import problems
-from ptf.config.tree import merge
+from ptf.config.tree import Problems, merge
 
 PLUGINS = """
 from dataclasses import dataclass

@@ -283,7 +283,7 @@ def retraining(made: Made) -> Scene:
     for place, base in ((root, "two"), (counterpart, "third")):
         storage.write_record(
             f"{place}/{retrain.LAST}",
-            retrain._inputs(job, artifact, base) | {"lineage": f"retrained-{base}", "how": "was not better"},
+            retrain._inputs(job, artifact, base) | {"lineage": f"retrained-{base}", "how": "not published"},
         )
     return Scene(
         root,

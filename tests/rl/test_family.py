@@ -3,6 +3,7 @@ what verl does not have beside the papers."""
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model.chunked import TokenLogprobs
 from ptf.model.sampling import LogitsProcessing
-from ptf.recipes.advantages import group_relative, leave_one_out, overlong_penalty
+from ptf.recipes.advantages import group_relative, leave_one_out
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.policy import estimate_kl
 from ptf.recipes.registry import build
@@ -236,8 +237,9 @@ def test_kl_may_be_taken_from_the_reward():
 
 @pytest.mark.parametrize(("tokens", "lost"), [(1, 0.0), (80, 0.0), (90, 0.5), (100, 1.0)])
 def test_long_answers_lose_reward_by_a_straight_line(tokens, lost):
-    assert overlong_penalty(tokens, 100, 20) == pytest.approx(lost)
-    assert overlong_penalty(tokens, 100, 0) == 0
+    episode: Any = SimpleNamespace(num_sampled_tokens=tokens)
+    assert of_keys(GRPO, max_new_tokens=100, overlong_buffer_tokens=20).overlong_penalty(episode) == pytest.approx(lost)
+    assert of_keys(GRPO, max_new_tokens=100).overlong_penalty(episode) == 0
 
 
 def test_the_length_penalty_is_subtracted():

@@ -12,8 +12,7 @@ import yaml
 
 from ptf.compute.offload import release_freed_memory
 from ptf.compute.world import World, joined
-from ptf.config import loads
-from ptf.config.error import ConfigError
+from ptf.config import ConfigError, loads
 from ptf.data.document import Document
 from ptf.errors import UserError
 from ptf.recipes import registry

@@ -12,8 +12,7 @@ import yaml
 
 from ptf.compute.tracking import read_metrics
 from ptf.compute.world import World
-from ptf.config import loads
-from ptf.config.error import ConfigError
+from ptf.config import ConfigError, loads
 from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.model.chunked import token_logprobs

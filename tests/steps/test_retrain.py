@@ -150,46 +150,14 @@ def test_what_was_tried_in_vain_is_not_tried_again_until_something_changes(raw, 
     (tmp_path / "data" / "0False.jsonl").unlink()
     assert again(raw, "worse").published is None
     assert again(raw, "same") is None
-    assert (
-        "sums changed since first, but worse has trained on these data already, and was not better: loss/held_out "
-        f"{first.metrics['loss/held_out']:.4g} → " in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert "sums changed since first, but worse has trained on these data already, and was not published: " in said
+    assert f"{first.metrics['loss/held_out']:.4g}" in said
     assert again({**raw, "train": {**raw["train"], "lr": 1e-9}}, "other-rate") is not None, (
         "another config may end otherwise"
     )
     sums(tmp_path, 0, 150)
     assert again(raw, "more") is not None
-
-
-@pytest.mark.parametrize(
-    ("metric", "allowed", "before", "now", "said"),
-    [
-        ("greedy_reward/dev", 0.0, 0.6, 0.5, "was not better: greedy_reward/dev 0.6 → 0.5"),
-        ("loss/dev", 0.0, 0.6, 0.6, "was not better: loss/dev 0.6 → 0.6"),
-        (
-            "greedy_reward/dev",
-            0.02,
-            0.6,
-            0.5,
-            "was not published: greedy_reward/dev fell from 0.6 to 0.5, more than publish.max_regression (0.02) allows",
-        ),
-        (
-            "loss/dev",
-            0.02,
-            0.5,
-            0.6,
-            "was not published: loss/dev rose from 0.5 to 0.6, more than publish.max_regression (0.02) allows",
-        ),
-        ("greedy_reward/dev", 0.2, 0.6, 0.5, "was not published: greedy_reward/dev 0.6 → 0.5"),
-    ],
-)
-def test_a_model_that_is_not_published_is_called_worse_only_by_what_is_not_allowed(
-    raw, metric, allowed, before, now, said
-):
-    publish = {"metric": metric, "max_regression": allowed}
-    job = loads(yaml.safe_dump(raw | {"publish": publish}))
-    metrics = {metric: now, f"starting_model/{metric}": before}
-    assert retrain.refusal(job, Artifact("a", metrics=metrics)) == said
 
 
 def test_files_of_one_name_and_files_of_no_data(tmp_path):

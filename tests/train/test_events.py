@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from ptf.compute.tracking import read_metrics
-from ptf.config import loads
-from ptf.config.error import ConfigError
+from ptf.config import ConfigError, loads
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.evaluate.evaluation_check import check_evaluation

@@ -23,14 +23,9 @@ class Source(Section):
     kind: Literal["auto", "chat", "completion", "scored", "text", "events", "preference", "prompt", "tokenized"] = (
         "auto"
     )
-    """What the rows are. `auto`: what the columns of the first row imply; in online recipes, prompts. `chat`:
-    `messages`, and `tools`. `completion`: `prompt` and `completion`. `scored`: these two and a number `reward` (or a
-    `label`), or `messages` in which some of the assistant's messages have a `reward`. `text`: `text`. `events`: a list
-    of strings and of baskets (lists of strings, read in another order each time), of which the first `context` are
-    given. `preference`: `chosen` and
-    `rejected`. `prompt`: `messages` that end before the response, or `prompt`; other columns go to the reward.
-    `tokenized`: written by the tokenize stage. A row's `weight` multiplies the weight of its tokens, of its pair or of
-    its score."""
+    """What the rows are: the table of kinds in docs/data.md has their columns. `auto`: what the columns of the first
+    row imply; in online recipes, prompts. `tokenized`: written by the tokenize stage. A row's `weight` multiplies the
+    weight of its tokens, of its pair or of its score."""
     columns: dict[str, str | None] = {}
     """ptf's name of a column → its name in the files (`{messages: dialogue}`), or null if the column is not to be used
     (`{label: null}`)."""

@@ -194,13 +194,10 @@ class RolloutConfig(Section):
     if nothing but adapters of a dense model's projections trains, of a rank of at
     most 128 and without `quantization: nf4`; otherwise the merged model."""
     transport: TransportName = changeable("auto")
-    """How new weights reach the engines, in the precision that the engines compute in. `auto`: on GPUs with
-    `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the job can use; `object_store` otherwise, and
-    where only the adapter is sent (`lora_sync`).
-    `object_store`: through host memory, which holds the whole model at once. The other three hold a few buckets at a
-    time, so that neither the policy nor vLLM has a second copy of the model (the native engine does). `files`:
-    through files in the run's directory, which engines on other machines must be able to read. `ipc`: through memory of
-    the GPU that policy and engine share. `nccl`: from GPU to GPU."""
+    """How new weights reach the engines (the table in docs/rl.md has what each needs): `object_store` through host
+    memory, `files` through files in the run's directory, `ipc` through memory of the GPU that policy and engine share,
+    `nccl` from GPU to GPU. `auto`: on GPUs with `compute.launcher: ray` the first of `ipc`, `nccl` and `files` that the
+    job can use; `object_store` otherwise, and where only the adapter is sent (`lora_sync`)."""
     logprob_tolerance: PositiveFloat = changeable(1.0)
     """Factor on how far the engine's and the trainer's log-probs of the sampled tokens may differ before the run stops,
     ahead of the update. At 1: by 1e-4 on average in fp32 (1e-3 for models with experts) and by 0.2 in bf16; and no

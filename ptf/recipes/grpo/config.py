@@ -49,11 +49,10 @@ class GRPOConfig(RewardedConfig):
 
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys."""
-        assert job.rollout is not None
         return {
             **super().config_rules(job),
             "rollout.group_size must be at least 2: GRPO compares the responses to one prompt with each other": (
-                job.rollout.group_size < 2
+                job.online_rollout.group_size < 2
             ),
             "algo.policy_loss: cispo weights each token; set algo.importance_sampling_level: token": (
                 self.policy_loss == "cispo" and self.importance_sampling_level == "sequence"

@@ -112,6 +112,10 @@ class KD(Recipe):
             columns |= {f"{name}_ids": ids, f"{name}_logprobs": logprobs}
         return columns
 
+    @property
+    def _divergence(self) -> Divergence:
+        return Divergence(self.config.loss_type, self.config.beta, self.config.temperature)
+
     def _nested_passes(
         self,
         names: list[str],
@@ -150,8 +154,7 @@ class KD(Recipe):
         outputs: tuple[TeacherOutput, ...],
         teachers: Mapping[str, Model],
     ) -> tuple[Tensor, Metrics]:
-        divergences, config = {}, self.config
-        how = Divergence(config.loss_type, config.beta, config.temperature)
+        divergences = {}
         for name, x_teacher, head_teacher in outputs:
             vocab = shared_vocabulary(model, teachers[name], name)
             divergences[name] = divergence(
@@ -160,7 +163,7 @@ class KD(Recipe):
                 x_teacher,
                 replace(head_teacher, vocab=vocab),
                 batch.loss_weights,
-                how,
+                self._divergence,
                 batch.trained_positions,
             )
         return self._mixed_loss(x, head, batch, divergences)
@@ -168,13 +171,18 @@ class KD(Recipe):
     def _loss_of_top(
         self, x: Tensor, head: Head, batch: Batch, token_columns: Mapping[str, Tensor]
     ) -> tuple[Tensor, Metrics]:
-        divergences, config = {}, self.config
-        how = Divergence(config.loss_type, config.beta, config.temperature)
-        for name in self.config.teachers:
-            ids, logprobs = token_columns[f"{name}_ids"], token_columns[f"{name}_logprobs"]
-            divergences[name] = divergence_of_top(
-                x, head, ids, logprobs, batch.loss_weights, how, batch.trained_positions
+        divergences = {
+            name: divergence_of_top(
+                x,
+                head,
+                token_columns[f"{name}_ids"],
+                token_columns[f"{name}_logprobs"],
+                batch.loss_weights,
+                self._divergence,
+                batch.trained_positions,
             )
+            for name in self.config.teachers
+        }
         return self._mixed_loss(x, head, batch, divergences)
 
     def _mixed_loss(

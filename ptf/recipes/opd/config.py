@@ -22,14 +22,13 @@ class OPDConfig(OnlineConfig):
 
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys; `rollout.top_p` must be 1, because the teacher has another nucleus."""
-        assert job.rollout is not None
         others = super().config_rules(job).items()
         return {
             **{line: breaks for line, breaks in others if not line.startswith("rollout.top_p:")},
             "rollout.max_resampling_rounds is for recipes that learn from rewards; opd only reports them": (
-                job.rollout.max_resampling_rounds
+                job.online_rollout.max_resampling_rounds
             ),
             "rollout.top_p must be 1 with recipe opd: the teacher's nucleus may not contain a sampled token": (
-                job.rollout.top_p < 1
+                job.online_rollout.top_p < 1
             ),
         }

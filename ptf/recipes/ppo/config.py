@@ -33,11 +33,10 @@ class PPOConfig(RewardedConfig):
 
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys."""
-        assert job.rollout is not None
         return {
             **super().config_rules(job),
             "algo.bootstrap_truncated has no effect with algo.overlong_filter, which trains on no response that was "
             "truncated at a limit; set one of them to false": self.bootstrap_truncated and self.overlong_filter,
             "rollout.top_p must be 1 while the critic is trained alone; set algo.critic_warmup: 0 or "
-            "rollout.top_p: 1": job.rollout.top_p < 1 and self.critic_warmup,
+            "rollout.top_p: 1": job.online_rollout.top_p < 1 and self.critic_warmup,
         }

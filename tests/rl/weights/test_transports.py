@@ -15,6 +15,7 @@ from ptf.config.transports import (
     advice,
     config_rules,
     resolve_transport,
+    rules_of,
     with_lora_sync,
 )
 from ptf.rl.weights.streamed import Streamed
@@ -90,7 +91,7 @@ def test_what_keeps_weights_from_the_fastest_is_said(keys, gpu, lines):
 def test_the_fastest_that_a_job_can_use_is_chosen(keys, gpu, transport):
     found = job(**keys)
     assert resolve_transport(found, gpu) == transport
-    assert not any(TRANSPORTS[transport].rules(found).values())
+    assert not any(rules_of(found, TRANSPORTS[transport]).values())
     assert not any(config_rules(found).values())
 
 
