@@ -1,7 +1,7 @@
 """A service whose requests are computed in batches: what arrives while a batch is computed is in the next one."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -12,20 +12,17 @@ R = TypeVar("R")
 
 
 class BatchedService(Generic[T, R]):
-    """Calls `compute` in a thread with the items of several requests, `most` or as many as one request has.
+    """Calls `answers` in a thread with the items of several requests, `most` or as many as one request has; it returns
+    a result for each, in order.
 
     `name` is that of the model.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        self.name, self.most = name, most
+    def __init__(self, name: str, most: int, answers: Callable[[Sequence[T]], Sequence[R]]) -> None:
+        self.name, self.most, self.answers = name, most, answers
         self.waiting: list[tuple[Sequence[T], asyncio.Future[Sequence[R]]]] = []
         self.thread = ThreadPoolExecutor(1, "batches")
         self.task: asyncio.Task[None] | None = None
-
-    def compute(self, items: Sequence[T]) -> Sequence[R]:
-        """Return a result for each item, in order."""
-        raise NotImplementedError
 
     def body_of(self, request: HttpRequest, *known: str) -> dict[str, Any]:
         """Return the object in a request's body. Raises HttpError for one that is none, that has keys besides `known`
@@ -42,7 +39,7 @@ class BatchedService(Generic[T, R]):
         return given
 
     async def computed(self, items: Sequence[T]) -> Sequence[R]:
-        """Return the results of these items. Raises what `compute` raises."""
+        """Return the results of these items. Raises what `answers` raises."""
         future: asyncio.Future[Sequence[R]] = asyncio.get_running_loop().create_future()
         self.waiting.append((items, future))
         if self.task is None or self.task.done():
@@ -54,7 +51,7 @@ class BatchedService(Generic[T, R]):
             batch = self._next()
             try:
                 results = await asyncio.get_running_loop().run_in_executor(
-                    self.thread, self.compute, [i for items, _ in batch for i in items]
+                    self.thread, self.answers, [i for items, _ in batch for i in items]
                 )
             except Exception as error:
                 for _, future in batch:

@@ -1,7 +1,6 @@
 """The address of a served model: its paths, its key, who may ask, and how it ends."""
 
 import asyncio
-import contextlib
 import json
 import signal
 import tempfile
@@ -24,12 +23,9 @@ def serve(model: ServedModel, options: ServingOptions, *, host: str, port: int, 
     Raises UserError for a model or an address that cannot be served.
     """
     host = address_of(host, key)  # refused before a model is loaded
-    with contextlib.ExitStack() as stack:
-        if options.engine == "vllm":
-            caches = stack.enter_context(tempfile.TemporaryDirectory(prefix="ptf-serve-"))
-            options = replace(options, caches=Path(caches))
-        endpoint = PublicEndpoint(model.services(options), model.name, host=host, port=port, key=key)
-        asyncio.run(_serve(endpoint))
+    with tempfile.TemporaryDirectory(prefix="ptf-serve-") as caches:
+        options = replace(options, caches=Path(caches))
+        asyncio.run(_serve(PublicEndpoint(model.services(options), model.name, host=host, port=port, key=key)))
 
 
 async def _serve(endpoint: "PublicEndpoint") -> None:

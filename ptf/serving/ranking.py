@@ -12,6 +12,7 @@ from ptf.events.catalogue import Catalogue
 from ptf.events.histories import Basket, Split
 from ptf.events.model_ranking import Ranker, top
 from ptf.events.serialize import HistorySerializer
+from ptf.rl.endpoint.chat import whole_number
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import Handle
 from ptf.rl.engines.native import NativeEngine
@@ -40,7 +41,7 @@ class RankService(BatchedService[np.ndarray, np.ndarray]):
         beam: int,
         max_length: int,
     ) -> None:
-        super().__init__(name, IN_A_BATCH)
+        super().__init__(name, IN_A_BATCH, self.compute)
         self.tokenizer, self.catalogue, self.serializer = tokenizer, catalogue, serializer
         self.max_length = max_length
         self.index_of = {item.name: i for i, item in enumerate(catalogue.items)}
@@ -55,11 +56,10 @@ class RankService(BatchedService[np.ndarray, np.ndarray]):
 
     async def _rank(self, request: HttpRequest) -> HttpResponse:
         given = self.body_of(request, "histories", "k", "new")
-        histories, k, new = given.get("histories"), given.get("k", 10), given.get("new", False)
+        histories, new = given.get("histories"), given.get("new", False)
         if not isinstance(histories, list) or not 1 <= len(histories) <= MOST:
             raise HttpError(400, f"histories must be a list of 1 to {MOST} histories", "histories")
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= LARGEST_K:
-            raise HttpError(400, f"k must be a whole number from 1 to {LARGEST_K}", "k")
+        k = whole_number(given, "k", most=LARGEST_K) or 10
         if not isinstance(new, bool):
             raise HttpError(400, "new must be true or false", "new")
         read = [self._history(i, history) for i, history in enumerate(histories)]

@@ -16,7 +16,7 @@ from ptf.data.trajectory import Generation, Prompt
 from ptf.errors import UserError
 from ptf.rl.endpoint import chat as chat_completions
 from ptf.rl.endpoint import responses
-from ptf.rl.endpoint.chat import ChatRequest
+from ptf.rl.endpoint.chat import ChatRequest, whole_number
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
 from ptf.rl.endpoint.http_server import Handle
 from ptf.rl.endpoint.request_exchange import Exchange, raise_if_not_one_by_one
@@ -28,6 +28,7 @@ from ptf.rl.engines.stepper import Stepper
 from ptf.rl.policy.policy import Limits, NoRoom, Policy
 
 MOST_PENDING = 1024  # requests
+MOST_SEED = 2**63 - 1
 WATCHED_EVERY_S = 0.25  # whether a client is still there
 UNRANDOM = {"top_k": (None, 0, -1), "min_p": (None, 0)}  # values that ask for nothing; others are not supported
 
@@ -95,7 +96,8 @@ class ResponseService:
         if not self.tokenizer.hf.chat_template:
             raise HttpError(400, "this model has no chat template, so it cannot answer conversations", "messages")
         raise_if_not_one_by_one(chat, self.form)
-        sampling, seed = self._sampling(chat), _seed(chat)
+        sampling, seed = self._sampling(chat), whole_number(chat.sampling, "seed", -MOST_SEED, MOST_SEED)
+        seed = secrets.randbits(62) if seed is None else seed
         of_episode = secrets.randbits(62)  # ids of tool calls differ between requests of one seed
         policy = Policy(
             Prompt(np.zeros(0, np.int32), {}, "", 0),
@@ -127,8 +129,7 @@ class ResponseService:
         temperature, top_p = (_number(chat, name, most) for name, most in (("temperature", 2.0), ("top_p", 1.0)))
         if top_p == 0:
             raise HttpError(400, "top_p must be above 0", "top_p")
-        longest = chat.max_tokens or self.max_new_tokens
-        return Sampling(longest, temperature, self.tokenizer.stop_ids, top_p)
+        return Sampling(chat.max_tokens or self.max_new_tokens, temperature, self.tokenizer.stop_ids, top_p)
 
     async def _generate(self, request: Request) -> Generation:
         return await generation_checks.answered(self.engine, request, None)
@@ -148,15 +149,6 @@ def _number(chat: ChatRequest, name: str, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise HttpError(400, f"{name} must be a number from 0 to {most:g}", name)
     return float(value)
-
-
-def _seed(chat: ChatRequest) -> int:
-    seed = chat.sampling.get("seed")
-    if seed is None:
-        return secrets.randbits(62)
-    if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= 2**63:
-        raise HttpError(400, "seed must be a whole number of 64 bits", "seed")
-    return seed
 
 
 def _no_earlier(name: str) -> Any:

@@ -31,7 +31,7 @@ class ScoreService(BatchedService[tuple[Any, Any, Any], tuple[float, int] | NoRe
     """Scores conversations of at most `max_length` tokens. A score does not depend on what is scored beside it."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, name: str, device: torch.device, max_length: int) -> None:
-        super().__init__(name, IN_A_BATCH)
+        super().__init__(name, IN_A_BATCH, self.compute)
         self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
         self.world = World(device=device)
         self.paths: Mapping[str, Handle] = {"/v1/score": self._score}
@@ -86,8 +86,10 @@ def conversations_of(given: Mapping[str, Any]) -> list[tuple[Any, Any]]:
             raise HttpError(400, FORMS, "messages")
         found = [(None, one) for one in messages] if isinstance(messages[0], list) else [(None, messages)]
     else:
-        several = isinstance(response, list) and all(isinstance(one, str) for one in response)
-        found = [(prompt, one) for one in response] if isinstance(response, list) and several else [(prompt, response)]
+        several = (
+            response if isinstance(response, list) and all(isinstance(one, str) for one in response) else [response]
+        )
+        found = [(prompt, one) for one in several]
     if not 1 <= len(found) <= MOST:
         raise HttpError(400, f"{len(found)} conversations; 1 to {MOST} can be scored at once", "messages")
     return found

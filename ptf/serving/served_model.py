@@ -4,7 +4,6 @@ import inspect
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -79,9 +78,12 @@ class ServedModel:
         options: ServingOptions,
     ) -> ScoreService | None:
         """Return the service of a model that scores; None if its head is of the user's own and has `logits`."""
-        model = load_decoder(directory, "scalar" if directory.scores else "lm", factory, device)
+        model = bridge.build(directory.base, head="scalar" if directory.scores else "lm", factory=factory)
+        if missing := model.give_weights(directory.base, device):
+            raise UserError(f"{directory.base} cannot be served: it has no {', '.join(missing)}")
         if not directory.scores and hasattr(model.head, "logits"):
             return None
+        model.to(served_dtype(directory.base, device)).requires_grad_(False).eval()
         _raise_unless_native(options, "models that score")
         if not directory.scores:
             raise_if_not_scalar(model, device, self.where)
@@ -163,13 +165,3 @@ def max_length_of(config: DecoderConfig, options: ServingOptions) -> int:
     if options.max_length is not None and options.max_length > config.max_positions:
         raise UserError(f"--max-length {options.max_length}: the model reads {config.max_positions} tokens at most")
     return options.max_length or min(config.max_positions, LONGEST)
-
-
-def load_decoder(
-    directory: ServedDirectory, head: Literal["lm", "scalar"], factory: LayerFactory | None, device: torch.device
-) -> Model:
-    """Return a model whose weights are those of the directory. Raises UserError if some of them are missing."""
-    model = bridge.build(directory.base, head=head, factory=factory)
-    if missing := model.give_weights(directory.base, device):
-        raise UserError(f"{directory.base} cannot be served: it has no {', '.join(missing)}")
-    return model.to(served_dtype(directory.base, device)).requires_grad_(False).eval()

@@ -113,7 +113,7 @@ class AgentProcess:
             raise HarnessFault(f"the row cannot be sent to the agent: {error}") from error
         with self.lock:
             self.waiting[number] = reply
-        if self.has_ended:
+        if self.process.poll() is not None:
             self._fail_all()
         self.lines.put(line)
         try:
@@ -125,18 +125,15 @@ class AgentProcess:
                     self.lines.put(json_line(cancel=number))
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it plays no more."""
-        return self.process.poll() is not None
-
-    @property
     def should_be_replaced(self) -> bool:
         """Whether it has ended, does not begin, or all that is in it are agents that do not stop."""
+        if self.process.poll() is not None:
+            return True
         if not self.ready.done():
-            return self.has_ended or time.monotonic() - self.started > STARTS_WITHIN_S
+            return time.monotonic() - self.started > STARTS_WITHIN_S
         with self.lock:
             stuck = self.left and time.monotonic() - min(self.left.values()) > STOPS_WITHIN_S
-            return self.has_ended or bool(stuck and not self.waiting)
+            return bool(stuck and not self.waiting)
 
     def close(self) -> None:
         """End the process and all that it has started."""

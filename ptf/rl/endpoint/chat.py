@@ -20,11 +20,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # what would change the tokens, and 
     **{"logit_bias": ({},), "response_format": ({"type": "text"},), "modalities": (["text"],)},
     **{"add_generation_prompt": (True,), "verbosity": ("medium",)},
 }
-WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention")
-WITHOUT_EFFECT = (*WITHOUT_EFFECT, "safety_identifier", "request_id", "priority", "cache_salt")  # on tokens
-READ = ("model", "messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options")
+WITHOUT_EFFECT = (  # on tokens
+    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "request_id", "priority", "cache_salt"),
+)
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # the job's own values win
-READ = (*READ, "logprobs", "chat_template_kwargs", "parallel_tool_calls", *SAMPLING)
+READ = (
+    *("model", "messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"),
+    *("logprobs", "chat_template_kwargs", "parallel_tool_calls", *SAMPLING),
+)
 MAX_MESSAGES, MAX_CHOICES, MAX_STOPS = 4096, 128, 16
 
 
@@ -84,8 +88,8 @@ def parse(given: Mapping[str, Any]) -> ChatRequest:
         str(given.get("model") or "policy"),
         [with_text(i, message) for i, message in enumerate(messages)],
         tools or None,
-        _number(given, "n", 1, MAX_CHOICES) or 1,
-        _number(given, "max_completion_tokens", 1) or _number(given, "max_tokens", 1),
+        whole_number(given, "n", 1, MAX_CHOICES) or 1,
+        whole_number(given, "max_completion_tokens") or whole_number(given, "max_tokens"),
         tuple(stops),
         bool(given.get("stream")),
         bool(isinstance(options, dict) and options.get("include_usage")),
@@ -96,7 +100,8 @@ def parse(given: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def _number(given: Mapping[str, Any], name: str, least: int, most: int = 1 << 31) -> int | None:
+def whole_number(given: Mapping[str, Any], name: str, least: int = 1, most: int = 1 << 31) -> int | None:
+    """Return a field of a request, None where it is not given. Raises HttpError (400) for another value."""
     value = given.get(name)
     if value is None:
         return None

@@ -19,6 +19,8 @@ from ptf.rl.endpoint.responses import ResponsesRequest
 from ptf.rl.endpoint.session import MODELS, Session
 from ptf.rl.policy.calls import Message
 
+METHODS = {"v1/models": "GET", **dict.fromkeys(("v1/chat/completions", "v1/responses", "reward", "close"), "POST")}
+
 
 class Endpoint:
     """Serves sessions on a port of this machine."""
@@ -56,17 +58,15 @@ class Endpoint:
         return session, path
 
     async def _handle(self, request: HttpRequest) -> HttpResponse:
-        if request.path == "/health":
-            return json_response({"status": "ok"})
         session, path = self._admitted(request)
-        assert session is not None
+        if session is None:
+            return json_response({"status": "ok"})
         if session.closed:
             raise HttpError(410, "this session is closed", "session_closed")
-        method = {"v1/models": "GET"}.get(path, "POST")
-        if path not in ("v1/models", "v1/chat/completions", "v1/responses", "reward", "close"):
+        if path not in METHODS:
             raise HttpError(404, f"there is no path {path[:80]!r} in a session")
-        if request.method != method:
-            raise HttpError(405, f"{path} takes {method}")
+        if request.method != METHODS[path]:
+            raise HttpError(405, f"{path} takes {METHODS[path]}")
         if path == "v1/models":
             return json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in MODELS]})
         if path == "v1/chat/completions":

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ptf.config import plugin
+from ptf.config import Plugin, plugin
 from ptf.config.sections.rollout import HarnessConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tool_calls import parser, parser_of
@@ -35,7 +35,7 @@ class HarnessRollout:
         # without a format an agent without tools is served; one with tools is refused
         self.form = parser(named) if named is not None else parser_of(tokenizer.hf.chat_template)
         self.processes = AgentProcesses(config) if config.python else None  # of another interpreter
-        self.endpoint: Endpoint | None = None
+        self.endpoint = Endpoint()  # a new one whenever it is entered
 
     async def __aenter__(self) -> "HarnessRollout":
         os.environ.update(unproxied(os.environ))  # for an agent in this process
@@ -44,9 +44,7 @@ class HarnessRollout:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.endpoint is not None:
-            await self.endpoint.close()
-        self.endpoint = None
+        await self.endpoint.close()
 
     def close(self) -> None:
         """End the processes of the agent."""
@@ -66,7 +64,6 @@ class HarnessRollout:
 
     async def _play(self, prompt: Prompt, policy: Policy, **counts: int) -> Trajectory:
         """Play an episode in a session of its own. Raises ProcessEnded."""
-        assert self.endpoint is not None, "it is entered before its episodes"
         session = Session(policy, self.form, Bounds(), self.config.models)
         session.counts.update(counts)
         url = self.endpoint.open(session)
@@ -77,7 +74,7 @@ class HarnessRollout:
             if self.processes is not None:
                 outcome = await self.processes.play(*task)
             elif self.config.agent is not None:
-                outcome = await self._call(*task)
+                outcome = await self._call(self.config.agent, *task)
             else:
                 result = await agent_command.run(self.config, *task)
         except HarnessFault as error:
@@ -91,12 +88,12 @@ class HarnessRollout:
             outcome = NoResult(f"the harness received no response from the policy{refused}")
         return policy.trajectory(outcome, text=result, counts=session.counts)
 
-    async def _call(self, row: Mapping[str, Any], base_url: str, api_key: str, seed: int) -> float | None:
+    @staticmethod
+    async def _call(what: Plugin, row: Mapping[str, Any], *task: Any) -> float | None:
         """Return what the agent's function returns. Raises HarnessFault."""
-        assert self.config.agent is not None
-        agent, arguments = plugin.bind(self.config.agent), (dict(row), base_url, api_key, seed)
+        agent, arguments = plugin.bind(what), (dict(row), *task)
         try:
-            if inspect.iscoroutinefunction(plugin.resolve(self.config.agent.use)):
+            if inspect.iscoroutinefunction(plugin.resolve(what.use)):
                 value: Any = await agent(*arguments)
             else:
                 value = await in_thread(agent, *arguments)

@@ -43,9 +43,8 @@ class HttpRequest:
 class HttpResponse:
     """An answer to a request.
 
-    `sending` is called before the last bytes are written (a body in parts calls it itself, when it is asked for what
-    follows its last part). It may raise OSError, which closes the connection without them. `lost` is called once after
-    it, if the client did not receive them.
+    `sending` is called before the last bytes are written: of a body in parts, when it has ended. It may raise OSError,
+    which closes the connection without them. `lost` is called once after it, if the client did not receive them.
     """
 
     status: int
@@ -65,11 +64,7 @@ class HttpError(Exception):
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code
-
-    @property
-    def param(self) -> str | None:
-        """Return the field of the request that is at fault: its name is the error's code."""
-        return self.code if self.status == 400 and self.code not in NO_FIELDS else None
+        self.param = code if status == 400 and code not in NO_FIELDS else None  # the field that is at fault
 
     def response(self) -> HttpResponse:
         """Return the answer, in the form of OpenAI's errors."""

@@ -31,29 +31,19 @@ def raise_if_not_one_by_one(chat: ChatRequest, form: Format | None) -> None:
 
 
 class Choice:
-    """One of the responses to a request. `context` is None if there is no room for a response."""
+    """One of the responses to the request of an exchange; `form` is the format of tool calls."""
 
-    def __init__(
-        self,
-        index: int,
-        number: int,
-        chat: ChatRequest,
-        context: Context | None,
-        policy: Policy,
-        form: Format | None,
-        trained: bool,
-    ) -> None:
-        self.index, self.number, self.chat, self.context, self.policy = index, number, chat, context, policy
-        self.trained = trained
-        opened = context is not None and context.text.rstrip().endswith("<think>")
+    def __init__(self, exchange: "Exchange", index: int, form: Format | None) -> None:
+        self.chat, self.context, self.policy = exchange.chat, exchange.context, exchange.policy
+        self.index, self.number, self.trained = index, next(exchange.policy.numbers), exchange.trained
         self.answer = AnswerStream(
-            policy.tokenizer,
-            form if chat.tools else None,
-            chat.tools,
-            chat.stops,
-            opened,
+            self.policy.tokenizer,
+            form if self.chat.tools else None,
+            self.chat.tools,
+            self.chat.stops,
+            self.context is not None and self.context.text.rstrip().endswith("<think>"),
             form.divide if isinstance(form, Harmony) else None,
-            chat.one_call,
+            self.chat.one_call,
         )
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
         self.finish_reason, self.call = "length", None
@@ -62,9 +52,9 @@ class Choice:
     async def run(self, report: Callable[[dict[str, Any]], None]) -> None:
         """Sample the response; give what is new of it to `report`, in the form of a chunk's choice."""
         if self.context is None:
-            report(self._chunk({}, 0, self.finish_reason))
+            report(self.choice({"delta": {}}, 0, self.finish_reason))
             return
-        generation, reported = await self._sample(report)
+        generation, reported = await self._sample(self.context, report)
         parts = self.answer.whole(generation)
         named = [f"{self.policy.seed} {self.number} {i}".encode() for i in range(len(parts.tool_calls))]
         identifiers = [hashlib.sha256(name).hexdigest()[:9] for name in named]  # which repeat with the episode
@@ -77,12 +67,11 @@ class Choice:
         self.finish_reason = "tool_calls" if parts.tool_calls else "stop" if call.complete else "length"
         rest = self.answer.rest_of(parts.thinking or "", parts.content or "")
         delta = delta_of(*rest, self.message.get("tool_calls", ()))
-        report(self._chunk(delta, reported, self.finish_reason))
+        report(self.choice({"delta": delta}, reported, self.finish_reason))
 
-    async def _sample(self, report: Callable[[dict[str, Any]], None]) -> tuple[Generation, int]:
+    async def _sample(self, context: Context, report: Callable[[dict[str, Any]], None]) -> tuple[Generation, int]:
         """Return the generation, up to the token that completes a stop string, and how many tokens were reported."""
-        assert self.context is not None
-        request = self.policy.request(self.context, self.number, self.chat.max_tokens)
+        request = self.policy.request(context, self.number, self.chat.max_tokens)
         ids, logprobs, reported = list[int](), list[float](), 0
         stream = self.policy.stream(request)
         try:
@@ -90,7 +79,8 @@ class Choice:
                 for token, logprob in zip(progress.sampled_ids.tolist(), progress.logprobs.tolist(), strict=True):
                     ids.append(token)
                     logprobs.append(logprob)
-                    self._note(token, logprob)
+                    if self.chat.logprobs:
+                        self._note(token, logprob)
                     self.answer.feed(token)
                     if self.answer.stopped:
                         return self._cut(request.context, ids, logprobs), reported
@@ -98,7 +88,7 @@ class Choice:
                     return progress.generation, reported
                 thinking, content = self.answer.new_parts()
                 if thinking or content:
-                    report(self._chunk(delta_of(thinking, content), reported))
+                    report(self.choice({"delta": delta_of(thinking, content)}, reported))
                     reported = len(ids)
         finally:
             await stream.aclose()
@@ -111,27 +101,20 @@ class Choice:
         return Generation(context, np.array(ids, np.int32), np.array(logprobs, np.float32), versions, finished)
 
     def _note(self, token: int, logprob: float) -> None:
-        if self.chat.logprobs:
-            text = self.policy.tokenizer.decode([token])
-            self.entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        text = self.policy.tokenizer.decode([token])
+        self.entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
 
-    def _chunk(self, delta: dict[str, Any], reported: int, finish_reason: str | None = None) -> dict[str, Any]:
+    def choice(self, said: dict[str, Any], reported: int, finish_reason: str | None = None) -> dict[str, Any]:
+        """Return what is said, a message or a delta, with the log-probs of the tokens that were not reported."""
         logprobs = {"content": self.entries[reported:]} if self.chat.logprobs else None
-        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def whole(self) -> dict[str, Any]:
-        """Return the response as a choice of a chat completion."""
-        logprobs = {"content": self.entries} if self.chat.logprobs else None
-        return {
-            "index": self.index,
-            "message": self.message,
-            "logprobs": logprobs,
-            "finish_reason": self.finish_reason,
-        }
+        return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class Exchange:
-    """A request that is answered once, however often it is repeated. `trained`: whether its responses are."""
+    """A request that is answered once, however often it is repeated.
+
+    `context` is None if there is no room for a response; `trained`: whether its responses are.
+    """
 
     def __init__(
         self,
@@ -143,8 +126,8 @@ class Exchange:
         *,
         trained: bool,
     ) -> None:
-        self.number, self.chat, self.context, self.policy = number, chat, context, policy
-        self.choices = [Choice(i, next(policy.numbers), chat, context, policy, form, trained) for i in range(chat.n)]
+        self.number, self.chat, self.context, self.policy, self.trained = number, chat, context, policy, trained
+        self.choices = [Choice(self, index, form) for index in range(chat.n)]
         self.created = int(time.time())
         self.chunks: list[dict[str, Any]] = []
         self.changed = asyncio.Event()
@@ -217,7 +200,7 @@ class Exchange:
         """Return the whole reply of an exchange that is done. It has all choices."""
         return {
             **self.head("chat.completion"),
-            "choices": [choice.whole() for choice in self.choices],
+            "choices": [one.choice({"message": one.message}, 0, one.finish_reason) for one in self.choices],
             "usage": self.usage(),
         }
 
@@ -234,8 +217,8 @@ class Exchange:
             await changed.wait()
         await self.finished()
 
-    async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
-        """Yield the reply in pieces, from the beginning; `deliver` is called before the last of them is written."""
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield the reply in pieces, from the beginning. Raises as `finished`."""
         head = self.head("chat.completion.chunk")
         for choice in self.choices:
             first = {
@@ -250,7 +233,6 @@ class Exchange:
         if self.chat.usage_in_stream:
             yield event({**head, "choices": [], "usage": self.usage()})
         yield DONE
-        deliver()
 
     def failure_event(self, message: str) -> bytes:
         """Return the event that ends a stream whose engine failed."""

@@ -58,8 +58,7 @@ def thinking_tokens(choice: Choice) -> int:
     if choice.call is None or not choice.message.get("reasoning_content"):
         return 0
     ids, decode = choice.call.generation.sampled_ids, choice.policy.tokenizer.decode
-    lengths = range(1, len(ids) + 1)
-    return min(len(ids), bisect.bisect_left(lengths, True, key=lambda n: ENDS in decode(ids[:n])) + 1)
+    return min(len(ids), bisect.bisect_left(range(1, len(ids) + 1), True, key=lambda n: ENDS in decode(ids[:n])) + 1)
 
 
 def output(exchange: Exchange) -> list[dict[str, Any]]:
@@ -115,8 +114,8 @@ class ResponseForm:
             conversation = [*self.request.messages, self.exchange.choices[0].message]
             self.conversations[f"resp_{self.exchange.number}"] = conversation
 
-    async def events(self, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
-        """Yield the reply in pieces, from the beginning; `deliver` is called before the last of them is written."""
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield the reply in pieces, from the beginning. Raises as `Exchange.finished`."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=response(self.request, self.exchange, done=False))
         async with contextlib.aclosing(self.exchange.news()) as chunks:
@@ -128,7 +127,6 @@ class ResponseForm:
         for part in self._end():
             yield part
         self._store()
-        deliver()
 
     def failure_event(self, message: str) -> bytes:
         """Return the event that ends a stream whose engine failed."""
@@ -136,8 +134,7 @@ class ResponseForm:
         return self._event("error", **error, error=error)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = {**fields, "type": kind, "sequence_number": next(self.numbers)}
-        return f"event: {kind}\n".encode() + event(data)
+        return f"event: {kind}\n".encode() + event({**fields, "type": kind, "sequence_number": next(self.numbers)})
 
     def _text(self, kind: str, text: str) -> Iterator[bytes]:
         """Yield the events of further text."""
@@ -206,16 +203,17 @@ async def answered(
     """
     form = exchange if asked is None else ResponseForm(asked, exchange, conversations)
     if exchange.chat.stream:
-        events, headers = _until_failure(form, deliver), {"cache-control": "no-cache"}
-        return HttpResponse(200, events, "text/event-stream", headers, lost=lose)
-    await exchange.finished()
-    return replace(json_response(form.completion()), sending=deliver, lost=lose)
+        answer = HttpResponse(200, _until_failure(form), "text/event-stream", {"cache-control": "no-cache"})
+    else:
+        await exchange.finished()
+        answer = json_response(form.completion())
+    return replace(answer, sending=deliver, lost=lose)
 
 
-async def _until_failure(form: Exchange | ResponseForm, deliver: Callable[[], None]) -> AsyncGenerator[bytes]:
+async def _until_failure(form: Exchange | ResponseForm) -> AsyncGenerator[bytes]:
     """Yield the events of a form; one that says why is the last if the engine fails."""
     try:
-        async with contextlib.aclosing(form.events(deliver)) as parts:
+        async with contextlib.aclosing(form.events()) as parts:
             async for part in parts:
                 yield part
     except HttpError as error:

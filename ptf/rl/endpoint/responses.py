@@ -24,8 +24,10 @@ NEUTRAL = {  # what is not supported, and the values that ask for nothing
     "text": ({}, {"format": {"type": "text"}}, {"format": None}),
 }
 INCLUDED = ("reasoning.encrypted_content",)  # reasoning is returned as text, which makes it superfluous
-SAME = ("model", "stream", "tool_choice", "top_logprobs", "parallel_tool_calls", "chat_template_kwargs")
-SAME = (*SAME, *chat_completions.SAMPLING)  # as in chat completions
+SAME = (  # as in chat completions
+    *("model", "stream", "tool_choice", "top_logprobs", "parallel_tool_calls", "chat_template_kwargs"),
+    *chat_completions.SAMPLING,
+)
 READ = ("input", "instructions", "previous_response_id", "tools", "max_output_tokens", "include", "stream_options")
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -51,17 +53,19 @@ def parse(given: Mapping[str, Any], earlier: Callable[[str], Sequence[Message]])
         if name not in INCLUDED:
             raise HttpError(400, f"include: {str(name)[:80]} is not supported here", "include")
     instructions, previous = given.get("instructions"), given.get("previous_response_id")
-    if not isinstance(instructions, str | None):
-        raise HttpError(400, "instructions must be a text", "instructions")
-    if not isinstance(previous, str | None):
-        raise HttpError(400, "previous_response_id must be a text", "previous_response_id")
+    for name in ("instructions", "previous_response_id"):
+        if not isinstance(given.get(name), str | None):
+            raise HttpError(400, f"{name} must be a text", name)
     messages = [*(earlier(previous) if previous else ()), *messages_of(given.get("input"))]
     system = [{"role": "system", "content": instructions}] if instructions else []
-    tools = tools_of(given.get("tools"))
-    translated = {name: given[name] for name in SAME if name in given}
-    translated |= {"messages": [*system, *messages], "tools": tools or None}
-    translated["max_tokens"] = _longest(given.get("max_output_tokens"))
-    chat = chat_completions.parse(translated)
+    chat = chat_completions.parse(
+        {
+            **{name: given[name] for name in SAME if name in given},
+            "messages": [*system, *messages],
+            "tools": tools_of(given.get("tools")) or None,
+            "max_tokens": chat_completions.whole_number(given, "max_output_tokens"),
+        }
+    )
     echo = {
         "instructions": instructions,
         "max_output_tokens": given.get("max_output_tokens"),
@@ -72,12 +76,6 @@ def parse(given: Mapping[str, Any], earlier: Callable[[str], Sequence[Message]])
         "tools": given.get("tools") or [],
     }
     return ResponsesRequest(chat, messages, given.get("store") is not False, echo)
-
-
-def _longest(given: Any) -> int | None:
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise HttpError(400, "max_output_tokens must be a whole number above 0", "max_output_tokens")
-    return given
 
 
 def tools_of(given: Any) -> list[dict[str, Any]]:

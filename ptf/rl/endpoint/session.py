@@ -78,11 +78,8 @@ class Session:
         known = [exchange for exchange in known if not exchange.failed]
         undelivered = [exchange for exchange in known if not exchange.delivered]
         abandoned = [exchange for exchange in undelivered if not exchange.waiting]
-        if retries == "":
-            return next(iter(abandoned), None)
-        if retries == "0":
-            return None
-        return next(iter([*abandoned, *undelivered, *reversed(known)]), None)
+        of_retry = [*abandoned, *undelivered, *reversed(known)]
+        return next(iter({"": abandoned, "0": []}.get(retries, of_retry)), None)
 
     def _new(self, chat: ChatRequest) -> Exchange:
         model = self.aliases.get(chat.model, chat.model)
@@ -120,10 +117,10 @@ class Session:
 
         Raises ConnectionAbortedError if the session is closed, so that nothing is delivered that is not trained.
         """
-        if self.closed:
-            raise ConnectionAbortedError("the session is closed")
         if exchange.failed:
             return
+        if self.closed:
+            raise ConnectionAbortedError("the session is closed")
         if not exchange.delivered:
             for call in exchange.calls:
                 self.policy.history.add(call)

@@ -107,7 +107,7 @@ def harness(tmp_path, tokenizer, python, monkeypatch):
     yield make
     for play in made:
         play.close()
-        assert all(process.has_ended for process in play.processes.processes)
+        assert all(process.process.poll() is not None for process in play.processes.processes)
 
 
 def outcomes(*args, **more):
