@@ -18,7 +18,6 @@ from ptf.model import bridge
 from ptf.model.components import FILES
 from ptf.model.config import DecoderConfig
 from ptf.model.layers import LayerFactory
-from ptf.model.model import Model
 from ptf.model.model_directory import ServedDirectory
 from ptf.rl.engines.native import NativeEngine, served_dtype
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
