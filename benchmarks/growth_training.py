@@ -47,10 +47,10 @@ from ptf.rl.controller import Controller
 from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.in_flight import InFlight
+from ptf.rl.in_flight_group import restored_trajectory, trajectory_state
 from ptf.rl.response_log import ResponseLog
 from ptf.rl.rewards.scoring import score_groups
 from ptf.rl.rollouts import outcome_metrics
-from ptf.rl.trajectory_state import restored_trajectory, trajectory_state
 from ptf.run import write_job_file
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import Trainer, load_model

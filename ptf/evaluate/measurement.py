@@ -217,7 +217,7 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 
 def _engine_here(job: Job, model: Path) -> str | Plugin:
     """Return the engine that generates held-out responses on this machine, and print its name."""
     gpu = pick_device(job.compute.device).type == "cuda"
-    wrong = verdict_on(config_of(model), job.train.precision, installed_build(), synced=False).refusal
+    wrong, _ = verdict_on(config_of(model), job.train.precision, installed_build(), synced=False)
     engine = evaluation_engine(job, gpu, importlib.util.find_spec("vllm") is not None, bool(wrong))
     why = f" ({wrong})" if wrong and gpu and job.evaluate.engine == "auto" else ""
     print(f"evaluate: engine={engine.use if isinstance(engine, Plugin) else engine}{why}", flush=True)

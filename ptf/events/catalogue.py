@@ -55,8 +55,7 @@ class Catalogue:
 
     def read(self, text: str) -> list[Item | None]:
         """Return the items whose tokens are in a text, in order; None for tokens that are not an item."""
-        items: list[Item | None] = []
-        prefix = ""
+        items, prefix = list[Item | None](), ""
         for token in TOKEN.findall(text):
             if token in (END, PAD):
                 continue

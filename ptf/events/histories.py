@@ -3,15 +3,10 @@
 Baskets are held out before anything is written or tokenized, so no training row contains held-out or later events.
 """
 
-import csv
-import gzip
-import io
-import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ptf import storage
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
@@ -40,31 +35,8 @@ class Histories:
 
 
 def table(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the location of each row, and the row.
-
-    The file is csv or csv.gz with a header, or in a format of data sources (jsonl, parquet).
-    """
-    if not path.endswith((".csv", ".csv.gz")):
-        for place in rows_once(Reader(path)):
-            yield place.where, place.read()
-        return
-    with storage.open_read(path) as raw:
-        lines = io.TextIOWrapper(
-            gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw, encoding="utf-8", newline=""
-        )
-        try:
-            for row in csv.DictReader(lines):
-                number = row.pop(None, None)
-                if number is not None or None in row.values():
-                    raise UserError(
-                        f"{path}: a row has {'more' if number else 'fewer'} fields than the header: "
-                        f"{list(row.values())[:6]}"
-                    )
-                yield path, row
-        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
-            raise UserError(
-                f"{path} cannot be read as {'gzipped ' if path.endswith('.gz') else ''}csv of UTF-8: {error}"
-            ) from None
+    """Yield the location of each row, and the row. The file is in a format of data sources (csv, jsonl, parquet)."""
+    return ((row.where, row.read()) for row in rows_once(Reader(path)))
 
 
 def read(
@@ -116,9 +88,12 @@ def read(
                 f"{time:.0f} after {user_events[-1][0]:.0f} (order: sort sorts them)"
             )
         user_events.append((time, item))
-    by_user = {}
+    by_user = dict[str, History]()
     for user, user_events in events.items():
-        history = tuple(_baskets(sorted(user_events, key=lambda event: event[0])))  # stable
+        baskets: dict[float, dict[str, None]] = {}
+        for time, item in sorted(user_events, key=lambda event: event[0]):  # stable
+            baskets.setdefault(time, {})[item] = None
+        history = tuple(Basket(time, tuple(items)) for time, items in baskets.items())
         count = sum(len(basket.items) for basket in history)
         counts["duplicates"] += len(user_events) - count
         counts["single"] += count == 1
@@ -130,14 +105,6 @@ def read(
 def absent(value: Any) -> bool:
     """Return whether a cell of a csv, jsonl or parquet file is empty."""
     return value is None or value == "" or value != value  # NaN
-
-
-def _baskets(events: Sequence[tuple[float, str]]) -> Iterator[Basket]:
-    """Return the baskets of events (time, item), which must be in the order of time."""
-    by_time: dict[float, dict[str, None]] = {}
-    for time, item in events:
-        by_time.setdefault(time, {})[item] = None
-    return (Basket(time, tuple(items)) for time, items in by_time.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,30 +85,23 @@ def evaluate_ranking(
                 "them); this one, of source "
                 f"{prompt.source}, has {str({key: prompt.row.get(key) for key in ('history', 'future')})[:120]}"
             ) from None
-        row: dict[str, Any] = {"user": prompt.row.get("user")}
+        rows[number] = row = {"user": prompt.row.get("user")}
         unseen = scores.copy()
         unseen[had] = -np.inf
-        for task, task_scores, wanted in (
-            ("all", scores, basket),
-            ("new", unseen, [item for item in basket if item not in set(had)]),
-        ):
-            if not wanted:
-                continue
-            ranked = top(task_scores, k)
-            lists[task].append(ranked)
-            metrics = measures(ranked, {item: catalogue.items[item].value for item in wanted}, k) | {
-                f"diversity@{k}": diversity(vectors[ranked])
-            }
-            row |= {f"{task}/{name}": value for name, value in metrics.items()} | {
-                f"{task}/top": [catalogue.items[item].name for item in ranked]
-            }
-        rows[number] = row
+        tasks = {"all": (scores, basket), "new": (unseen, [item for item in basket if item not in set(had)])}
+        for task, (task_scores, wanted) in tasks.items():
+            if wanted:
+                ranked = top(task_scores, k)
+                lists[task].append(ranked)
+                found = measures(ranked, {item: catalogue.items[item].value for item in wanted}, k)
+                found[f"diversity@{k}"] = diversity(vectors[ranked])
+                row |= {f"{task}/{name}": value for name, value in found.items()}
+                row[f"{task}/top"] = [catalogue.items[item].name for item in ranked]
     ordered_rows = [rows[number] for number in range(len(prompts))]
     names = [name for row in ordered_rows for name, value in row.items() if isinstance(value, float)]
     means = {name: float(np.mean([row[name] for row in ordered_rows if name in row])) for name in dict.fromkeys(names)}
-    return means | {
-        f"{task}/coverage@{k}": coverage(lists[task], len(index_of)) for task in TASKS if lists[task]
-    }, ordered_rows
+    means |= {f"{task}/coverage@{k}": coverage(lists[task], len(index_of)) for task in TASKS if lists[task]}
+    return means, ordered_rows
 
 
 def rank(

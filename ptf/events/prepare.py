@@ -90,8 +90,8 @@ def prepare(
 ) -> None:
     """Write everything that training, generation and evaluation on events need into a directory.
 
-    `events`, `items`: csv, csv.gz, jsonl or parquet; `columns` of events: `user`, `time` (seconds), `item`; of items:
-    `item`, `value`, `description`. `unknown`, `order`: see ptf.events.histories.read; `hold_out`: see its `split`.
+    `events`, `items`: csv, jsonl or parquet; `columns` of events: `user`, `time` (seconds), `item`; of items: `item`,
+    `value`, `description`. `unknown`, `order`: see ptf.events.histories.read; `hold_out`: see its `split`.
     `ids`: `items`, one token for each item, or `{levels: [64, 64]}`, semantic ids with so many codes per level.
     `window`: most tokens of a history. `opening`: the weight of the first item of a basket; the others have weight 1.
     `prompts`: number of each user's newest baskets, of those that may be trained on, that become prompts to train on.
@@ -116,7 +116,7 @@ def prepare(
     item_tokens = _item_tokens(root, ids, vectors, seed)
     tokenizer = _write_tokens(root, facts, item_tokens, base, GAPS if gaps else 1, window, model, width, seed)
     if ids == "items" and base is None:
-        token_ids = np.array([id_ for (id_,) in tokenizer.encode_all(item_tokens.texts)], np.int64)
+        token_ids = np.array(tokenizer.encode_all(item_tokens.texts), np.int64)[:, 0]
         rows = rotate_to_width(item_tokens.rows, width, seed)
         save_file({"ids": token_ids, "rows": rows}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
@@ -128,17 +128,13 @@ def prepare(
             f"{events}: with hold_out {hold_out!r} nothing is left to train on: no user has two baskets, "
             "or two items, before what is held out"
         )
-    print(_summary(histories.counts, len(splits), len(facts), len(held_out), serializer.left_out), flush=True)
-
-
-def _summary(counts: Mapping[str, int], users: int, items: int, held_out: int, left_out: int) -> str:
-    """Return a line on what was read; `counts` are those of the histories."""
-    return (
-        f"events: {counts['rows']} rows, {counts['duplicates']} twice in a basket, "
-        f"{counts['unknown']} of unknown items; {users} users, "
-        f"{counts['single']} left out with one event; {items} items; "
-        f"{held_out} users have a basket held out; "
-        f"{left_out} baskets of one item without a basket before them are not trained"
+    counts = histories.counts
+    print(
+        f"events: {counts['rows']} rows, {counts['duplicates']} twice in a basket, {counts['unknown']} of unknown "
+        f"items; {len(splits)} users, {counts['single']} left out with one event; {len(facts)} items; "
+        f"{len(held_out)} users have a basket held out; "
+        f"{serializer.left_out} baskets of one item without a basket before them are not trained",
+        flush=True,
     )
 
 
@@ -157,9 +153,9 @@ def _item_tokens(root: Path, ids: str | Mapping[str, Any], vectors: np.ndarray, 
         return _ItemTokens(tokens, tokens, vectors)
     if isinstance(ids, Mapping) and ids.keys() == {"levels"}:
         semantic = SemanticIds.fit(vectors, ids["levels"], seed)
-        item_tokens = _ItemTokens(semantic.texts(vectors), semantic.tokens(), semantic.rows())
+        texts = semantic.texts(vectors)
         semantic.save(root / "semantic_ids.npz")
-        return item_tokens
+        return _ItemTokens(texts, semantic.tokens(), semantic.rows())
     raise UserError(f"ids must be `items`, or `levels` with numbers of codes, not {ids!r}")
 
 
@@ -233,14 +229,14 @@ def _write_histories(
     ]
     write_lines(root / "train_prompts.jsonl", (serializer.prompt(user, s) for user, s in earlier))
     if chat_seed is None:
-        has_rows = write_lines(
-            root / "train.jsonl", (row for s in splits.values() for row in serializer.windows(s.before))
-        )
-        write_lines(root / "held_out_loss.jsonl", (serializer.held_out_row(s) for s in held_out.values()))
+        rows = (row for s in splits.values() for row in serializer.windows(s.before))
+        last = (serializer.held_out_row(s) for s in held_out.values())
     else:
         rng = np.random.default_rng(chat_seed)
-        has_rows = write_lines(root / "train.jsonl", (serializer.chat(s, rng) for _, s in earlier))
-        write_lines(root / "held_out_loss.jsonl", (serializer.chat(s, rng) for s in held_out.values()))
+        rows = (serializer.chat(s, rng) for _, s in earlier)
+        last = (serializer.chat(s, rng) for s in held_out.values())
+    has_rows = write_lines(root / "train.jsonl", rows)  # first: both draw from the generator
+    write_lines(root / "held_out_loss.jsonl", last)
     return has_rows
 
 
@@ -263,14 +259,10 @@ def catalogue_rows(path: str, columns: Mapping[str, str]) -> dict[str, Item]:
             worth = math.nan
         if not 0 <= worth < math.inf:
             raise UserError(f"{here}: {value} must be a number of at least 0, not {row[value]!r}")
-        item = Item(
-            str(row[name]), "", worth, description="" if absent(row.get(description)) else str(row[description])
-        )
-        if item.name in facts:
-            raise UserError(f"{here}: {item.name!r} is listed twice")
-        facts[item.name] = item
-    if not facts:
-        raise UserError(f"{path}: there are no items")
+        key, text = str(row[name]), "" if absent(row.get(description)) else str(row[description])
+        if key in facts:
+            raise UserError(f"{here}: {key!r} is listed twice")
+        facts[key] = Item(key, "", worth, description=text)
     return facts
 
 

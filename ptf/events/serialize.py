@@ -5,7 +5,7 @@ the time since the previous basket. So no token before a basket reveals its time
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,10 +38,7 @@ class HistorySerializer:
         `items` are the catalogue's items by name; `window` is the largest number of tokens of a history; without
         `gaps`, all gap tokens are the same; `opening` is the loss weight of a basket's first item.
         """
-        self.items = items
-        self.window = window
-        self.gaps = gaps
-        self.opening = opening
+        self.items, self.window, self.gaps, self.opening = items, window, gaps, opening
         self.left_out = 0  # number of baskets of one item that have no basket before them
         self.size = max(item.text.count("<") for item in items.values())
 
@@ -51,11 +48,9 @@ class HistorySerializer:
         for basket in history:
             days = None if before is None else (basket.time - before) / DAY
             gap = min(GAPS - 1, int((days or 0) >= 1) + int(math.log2(max(days or 0, 1.0)))) if self.gaps else 0
-            spend = sum(self.items[item].value for item in basket.items)
-            result.append(
-                SerializedBasket([self.items[item].text for item in basket.items], f"<gap_{gap}>", days, spend)
-            )
-            before = basket.time
+            items, before = [self.items[item] for item in basket.items], basket.time
+            spend = sum(item.value for item in items)
+            result.append(SerializedBasket([item.text for item in items], f"<gap_{gap}>", days, spend))
         return result
 
     def windows(self, history: History) -> Iterator[dict[str, Any]]:
@@ -63,7 +58,12 @@ class HistorySerializer:
 
         A basket of one item that has no basket before it is left out.
         """
-        baskets = list(self._split_large(self.serialize(history)))
+        most = max(1, (self.window // 2 - 1) // self.size)  # a basket larger than half a window is split into parts
+        baskets = [
+            replace(basket, items=basket.items[start : start + most])
+            for basket in self.serialize(history)
+            for start in range(0, len(basket.items), most)
+        ]
         next_trained = 0
         while next_trained < len(baskets):
             first, size = next_trained, 1
@@ -121,8 +121,9 @@ class HistorySerializer:
         """Return a row with the history as context, followed by the held-out basket."""
         baskets = self._newest((*s.before, s.future[0]), least=2)
         row = self._row(baskets, 2 * len(baskets) - 1)
-        values = {name: numbers[:-1] for name, numbers in row["values"].items()}
-        return row | {"events": row["events"][:-1], "values": values}
+        for numbers in (row["events"], *row["values"].values()):
+            del numbers[-1]  # the gap after the basket
+        return row
 
     def _newest(self, history: History, least: int = 1) -> list[SerializedBasket]:
         """Return the newest baskets that fit the window; some items of the oldest may be cut off."""
@@ -135,13 +136,6 @@ class HistorySerializer:
             newest.insert(0, replace(basket, items=basket.items[:share]))
             room -= self._tokens(newest[0])
         return newest
-
-    def _split_large(self, baskets: Iterable[SerializedBasket]) -> Iterator[SerializedBasket]:
-        """Yield the baskets; those larger than half a window are split into parts."""
-        most = max(1, (self.window // 2 - 1) // self.size)
-        for basket in baskets:
-            for start in range(0, len(basket.items), most):
-                yield replace(basket, items=basket.items[start : start + most])
 
     def _tokens(self, basket: SerializedBasket) -> int:
         """Return the number of tokens of a basket, including its gap token."""

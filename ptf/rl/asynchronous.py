@@ -36,12 +36,12 @@ class AsynchronousRollouts(Rollouts):
     otherwise after it. Either way they are the same slices, so that the same bits come out.
     """
 
-    def __init__(self, online: OnlineJob, cluster: Cluster, rollout: RoleGroup, lease: Lease) -> None:
-        super().__init__(online, cluster, rollout)
+    def __init__(self, online: OnlineJob, cluster: Cluster, groups: Mapping[str, RoleGroup], lease: Lease) -> None:
+        super().__init__(online, cluster, groups)
         # the environments of training are here, and not in the engines, which may be sampling
         self.functions = RolloutFunctions(online.tokenizer, self.config)
         # another role in the engines' pool would take their devices in the middle of a slice
-        self.beside = cluster.pool(rollout.spec.name).roles == {rollout.spec.name}
+        self.beside = cluster.pool("rollout").roles == {"rollout"}
         self.version = 0  # of the engines' weights
         ledger = FlightLedger(online.run / LEDGER_FILE, lease)
         slices = int(self.beside) if self.config.update_slices is None else self.config.update_slices
@@ -96,8 +96,8 @@ class AsynchronousRollouts(Rollouts):
             done = time.perf_counter()
             ended = slices.result() or began
         waits |= {"seconds/engine_wait": max(0.0, done - ended), "seconds/weights_wait": max(0.0, ended - done)}
-        if seconds := self.flight.slice_seconds:
-            waits["update_slices_suggested"] = (done - began) / seconds
+        if self.flight.serving:
+            waits["update_slices_suggested"] = (done - began) * self.flight.slices / self.flight.serving
 
     def responses(self) -> list[np.ndarray]:
         """See Rollouts.responses. They are of the oldest that have begun, at most `NUM_COMPARED_RESPONSES`."""

@@ -184,6 +184,7 @@ class Cluster(ABC):
         self.pools, self.gpu = pools, gpu  # gpu: whether the roles have GPUs
         self.loaded: dict[str, Any] = {}  # pool → the group that uses its devices
         self.table: list[PhaseRecord] = []
+        self.closing = contextlib.ExitStack()  # what ends the groups and their processes
 
     def start(self, spec: RoleSpec) -> RoleGroup:
         """Make the role in its pool; it then uses the pool's devices.
@@ -201,9 +202,9 @@ class Cluster(ABC):
     def make_group(self, spec: RoleSpec, pool: Pool) -> RoleGroup:
         """Return the role on its workers, whose devices are free."""
 
-    @abstractmethod
     def close(self) -> None:
         """End all groups and their processes."""
+        self.closing.close()
 
     def pool(self, role: str) -> Pool:
         """Return the role's pool. Raises UserError if it has none."""
@@ -241,8 +242,8 @@ class Cluster(ABC):
             with progress.phase(name):
                 yield
         finally:
-            seconds = time.perf_counter() - start
-            record = PhaseRecord(name, group.spec.name, pool.name, group.spec.workers, seconds, 0.0, start, offloaded)
+            role, seconds = group.spec, time.perf_counter() - start
+            record = PhaseRecord(name, role.name, pool.name, role.workers, seconds, 0.0, start, offloaded)
             self.table.append(record)
         record.gib = group.call("peak_memory_gib")
 
@@ -273,12 +274,9 @@ def phase_table(records: Sequence[PhaseRecord]) -> str:
         offloaded = ", ".join(f"{role} {gib:.2f} GiB" for role, gib in record.offloaded.items()) or "-"
         numbers = (str(record.workers), f"{record.seconds:.2f}", f"{record.gib:.2f}")
         rows.append((record.phase, record.role, record.pool, *numbers, offloaded))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    columns = zip(*rows, strict=True)
+    aligned = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
 
 
 class LocalRoleGroup:
@@ -297,25 +295,17 @@ class LocalRoleGroup:
         """See RoleGroup.call."""
         return in_order(getattr(self.role, method)(*args), on_result)
 
-    def close(self) -> None:
-        """End the processes that the role has started; most roles start none."""
-        if close := getattr(self.role, "close", None):
-            close()
-
 
 class LocalCluster(Cluster):
     """All roles in this process. On a GPU, a role of a pool is offloaded while a different one is loaded."""
 
     def __init__(self, world: World, pools: Sequence[Pool]) -> None:
         super().__init__(pools, world.device.type == "cuda")
-        self.world, self.groups = world, list[LocalRoleGroup]()
+        self.world = world
 
     def make_group(self, spec: RoleSpec, pool: Pool) -> LocalRoleGroup:
         """See Cluster.make_group."""
-        self.groups.append(LocalRoleGroup(spec, self.world))
-        return self.groups[-1]
-
-    def close(self) -> None:
-        """See Cluster.close."""
-        for group in self.groups:
-            group.close()
+        group = LocalRoleGroup(spec, self.world)
+        if close := getattr(group.role, "close", None):  # of a role that starts processes
+            self.closing.callback(close)
+        return group

@@ -19,19 +19,18 @@ from ptf.compute.shutdown import is_asked_to_stop, sigterm_stops
 from ptf.compute.tracking import StepLines, Tracker
 from ptf.config import dump, loads, raise_if_fixed_keys_changed
 from ptf.data.document import PackUnit
-from ptf.data.trajectory import Group, Prompt, Trajectory, last_sample_of, samples_of, token_column
+from ptf.data.trajectory import Group, Trajectory, last_sample_of, samples_of, token_column
 from ptf.errors import Lost, Stopped, UserError
 from ptf.rl.asynchronous import AsynchronousRollouts
 from ptf.rl.cluster import Cluster, RoleGroup, phase_table
 from ptf.rl.online_job import OnlineJob
 from ptf.rl.online_saver import CONTROLLER_FILE, OnlineSaver
 from ptf.rl.response_log import ResponseLog
-from ptf.rl.rewards.model import RewardModelClient
 from ptf.rl.rollout_role import evaluation_rewards
 from ptf.rl.rollouts import SynchronousRollouts
 from ptf.rl.validate import pass_rates
 from ptf.rl.weights.transport import transport_of
-from ptf.rl.weights.verification import LogprobDifference, SyncError
+from ptf.rl.weights.verification import SAMPLED_TOKENS, LogprobDifference, SyncError
 
 CRITIC = "critic"  # the critic's directory in a checkpoint
 MOST_SKIPPED = 10  # steps in a row that train nothing, before the run ends
@@ -55,18 +54,17 @@ class Controller:
         packages = online.made_with["packages"] | self.policy.call("kernels")
         self.made_with = {**online.made_with, "packages": packages}
         if online.rollout.max_staleness:
-            self.rollouts = AsynchronousRollouts(online, cluster, self.rollout, lease)
+            self.rollouts = AsynchronousRollouts(online, cluster, groups, lease)
         else:
-            reward_model = RewardModelClient.of(job, run, groups.get("reward_model"))
-            self.rollouts = SynchronousRollouts(online, cluster, self.rollout, reward_model)
+            self.rollouts = SynchronousRollouts(online, cluster, groups)
         self.validation_rewards = evaluation_rewards(job) if job.evaluate.reward else self.rollouts.rewards
         self.transport = transport_of(job, run, cluster.gpu)
         self.saves = Checkpoints.of(job, run, lease)
         trained = {"": self.policy} | ({CRITIC: self.critic} if self.critic else {})
         self.saver = OnlineSaver(self.saves, cluster, trained, job.compute.timeout_s)
-        # whether the trainer computes the log-probs of the sampled tokens before the update
-        stale = online.rollout.max_staleness > 0  # then only tokens of the newest weights can be compared
-        self.needs_old_logprobs = recipe.needs_old_logprobs or self.warmup > 0 or stale
+        # whether the trainer computes the log-probs of the sampled tokens before the update; of stale tokens only those
+        # of the newest weights can be compared
+        self.needs_old_logprobs = recipe.needs_old_logprobs or self.warmup > 0 or online.rollout.max_staleness > 0
         self.canary: list[np.ndarray] = []
         self.skipped = 0  # steps in a row without a response to train on
         self.step, manifest = self._restore()
@@ -139,8 +137,7 @@ class Controller:
             # those of earlier weights differ by the updates
             if len(newest := differences[versions == self.step]):
                 difference = LogprobDifference.of(newest, self.limits.threshold)
-                what = f"step {self.step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
-                difference.raise_if_beyond(self.limits, what)
+                difference.raise_if_beyond(self.limits, f"step {self.step + 1}: {SAMPLED_TOKENS}")
                 metrics = difference.metrics()
         for name, model in self.logprob_models.items():
             with self.cluster.phase(model, name):
@@ -170,14 +167,11 @@ class Controller:
         trajectories = [t for g in groups for t in g]
         samples = [samples_of(t) for t in trajectories]
         values = iter(role.call(method, list(itertools.chain(*samples))))
-        token_columns = [
-            token_column(t, [next(values) for _ in its_samples])
-            for t, its_samples in zip(trajectories, samples, strict=True)
-        ]
-        rest = iter(token_columns)
+        columns = [token_column(t, [next(values) for _ in own]) for t, own in zip(trajectories, samples, strict=True)]
+        rest = iter(columns)
         extended = [tuple(replace(t, token_columns={**t.token_columns, name: next(rest)}) for t in g) for g in groups]
-        difference = np.concatenate([np.abs(t.token_columns[name] - t.logprobs) for g in extended for t in g])
-        return extended, difference
+        pairs = zip(columns, trajectories, strict=True)
+        return extended, np.concatenate([np.abs(column - t.logprobs) for column, t in pairs])
 
     def update(self, units: Sequence[PackUnit]) -> dict[str, float]:
         """Train the critic, and after its warm-up the policy; without a response to train on, nothing. Raises UserError
@@ -195,8 +189,7 @@ class Controller:
         if self.step >= self.warmup:
             limits = None if self.needs_old_logprobs else self.limits
             with self.cluster.phase(self.policy, "update"):
-                results = self.policy.call("update", minibatches, self.step, limits)
-            metrics |= results
+                metrics |= self.policy.call("update", minibatches, self.step, limits)
         return metrics
 
     def _report_skipped(self) -> None:
@@ -230,8 +223,10 @@ class Controller:
         Raises SyncError if one of them is wrong.
         """
         with self.cluster.phase(self.policy, "sync"):
-            if not self.canary:
-                self.canary = [p.tokens for p in self.canary_prompts()]
+            if not self.canary:  # four prompts, without advancing the stream
+                state = self.prompts.state_dict()
+                self.canary = [next(self.prompts).tokens for _ in range(4)]
+                self.prompts.load_state_dict(state)
                 self.policy.call("compare_with_transformers", self.canary[0])
             in_flight = self.rollouts.responses()
             scored = [*self.canary, *in_flight]
@@ -247,13 +242,6 @@ class Controller:
             )
         metrics = {"sync_tensors": float(receipt.tensors), "canary_logprob_diff_max": worst}
         return metrics | ({"canary_responses": float(len(in_flight))} if self.online.rollout.max_staleness else {})
-
-    def canary_prompts(self) -> list[Prompt]:
-        """Return four prompts without advancing the stream."""
-        state = self.prompts.state_dict()
-        prompts = [next(self.prompts) for _ in range(4)]
-        self.prompts.load_state_dict(state)
-        return prompts
 
     def validate(self) -> dict[str, float]:
         """Return pass rates on the held-out prompts."""
@@ -295,9 +283,13 @@ class Controller:
 
     def save(self) -> None:
         """Begin to write a checkpoint of the finished step."""
-        stops = list(self.online.tokenizer.stop_ids)
-        state = {"prompts": self.prompts.state_dict(), "canary": self.canary, "stops": stops, "skipped": self.skipped}
-        state |= self.rollouts.state()
+        state = {
+            "prompts": self.prompts.state_dict(),
+            "canary": self.canary,
+            "stops": list(self.online.tokenizer.stop_ids),
+            "skipped": self.skipped,
+            **self.rollouts.state(),
+        }
         manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.lines.state}
         if self.samples.lines:
             manifest["samples"] = self.samples.lines.state
@@ -319,8 +311,7 @@ class Controller:
         state = checkpoint.load_host(f"{path}/{CONTROLLER_FILE}")
         self.online.tokenizer.raise_if_other_stops(state["stops"], path)
         self.prompts.load_state_dict(state["prompts"])
-        self.canary = state["canary"]
-        self.skipped = state["skipped"]
+        self.canary, self.skipped = state["canary"], state["skipped"]
         self.rollouts.restore(state)
         self.saves.prune(step)
         print(f"resumed from {path} (step {step} of {self.steps})", flush=True)

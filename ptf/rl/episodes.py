@@ -136,8 +136,8 @@ async def _run_one(
     ask = engine.generate if lockstep is None else partial(lockstep.generate, number)
     if lockstep is None and isinstance(engine, StreamingEngine):
         stream = partial(streamed, engine, vocabulary=vocabulary)
+    generate = partial(answered, engine, vocabulary=vocabulary, ask=ask)
     try:
-        generate = partial(answered, engine, vocabulary=vocabulary, ask=ask)
         return number, await play_episode(episode, generate, engine.version, stream)
     finally:
         if lockstep is not None:

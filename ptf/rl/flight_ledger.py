@@ -7,14 +7,13 @@ takes effect. A run that is continued, and one that is replayed, does what the l
 
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ptf.compute.lease import UNSHARED, Lease
 from ptf.data.trajectory import Prompt, Trajectory
 from ptf.errors import UserError
-from ptf.rl.trajectory_state import array_from_json, array_to_json, restored_trajectory, trajectory_state
+from ptf.rl.in_flight_group import array_from_json, array_to_json, restored_trajectory
 
 LEDGER_FILE = "flight.jsonl"
 EpisodeId = tuple[int, int]  # the number of a group and of an episode in it
@@ -28,7 +27,13 @@ class Decided(NamedTuple):
 
 
 class FlightLedger:
-    """The lines of a run; with `path` None they are kept nowhere."""
+    """The lines of a run; with `path` None they are kept nowhere.
+
+    A line has one of these sets of keys: `slice`, `version`, `beside_update` and `computed`, the episodes that a slice
+    computes; `slice` and `ended`, those that ended by its end; `update_ended`, a version beside whose update no further
+    slice ran, and the next `slice`; `no_result`, an episode that has none after so many `responses`, and its
+    `trajectory`.
+    """
 
     def __init__(self, path: Path | None, lease: Lease = UNSHARED) -> None:
         self.path, self.lease = path, lease
@@ -74,26 +79,8 @@ class FlightLedger:
         responses, trajectory = known
         return Decided(responses, restored_trajectory(trajectory, prompt))
 
-    def write_computed(
-        self, slice_number: int, version: int, beside_update: bool, episodes: Iterable[EpisodeId]
-    ) -> None:
-        """Write which episodes a slice computes."""
-        line = {"slice": slice_number, "version": version, "beside_update": beside_update, "computed": list(episodes)}
-        self._write(line)
-
-    def write_ended(self, slice_number: int, episodes: Iterable[EpisodeId]) -> None:
-        """Write which episodes ended by the end of a slice."""
-        self._write({"slice": slice_number, "ended": list(episodes)})
-
-    def write_update_ended(self, slice_number: int, version: int) -> None:
-        """Write that no further slice ran beside the update of the weights of `version`; `slice_number` is the next."""
-        self._write({"update_ended": version, "slice": slice_number})
-
-    def write_no_result(self, group: int, number: int, responses: int, trajectory: Trajectory) -> None:
-        """Write that an episode has no result, after this many responses."""
-        self._write({"no_result": [group, number], "responses": responses, "trajectory": trajectory_state(trajectory)})
-
-    def _write(self, line: dict[str, Any]) -> None:
+    def write(self, **line: Any) -> None:
+        """Write a line, and return when it is on the disk."""
         if self.path is None:
             return
         with self.lease.commit(local=True), self.path.open("a") as file:

@@ -26,7 +26,7 @@ from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request
 from ptf.rl.event_loop import EventLoop
 from ptf.rl.flight_ledger import Decided, FlightLedger
-from ptf.rl.in_flight_group import InFlightGroup, Member, Pending
+from ptf.rl.in_flight_group import InFlightGroup, Member, Pending, trajectory_state
 from ptf.rl.slice_clock import VirtualClock, WallClock
 
 T = TypeVar("T")
@@ -69,11 +69,6 @@ class InFlight:
         # sampling
         self.tokens = self.slots = self.slices = 0
         self.waited = self.serving = 0.0
-
-    @property
-    def slice_seconds(self) -> float:
-        """Return the mean seconds of a slice since the metrics were taken."""
-        return self.serving / self.slices if self.slices else 0.0
 
     def take_metrics(self) -> dict[str, float]:
         """Return metrics of the slices since the last call."""
@@ -122,8 +117,7 @@ class InFlight:
         while (chosen := self.takeable(step)) is None:
             if not self.advance(step):
                 raise AssertionError("all groups have ended, and those of a step cannot be chosen")
-        taken = {group.number for group in chosen}
-        self.groups = [group for group in self.groups if group.number not in taken]
+        self.groups = [group for group in self.groups if group not in chosen]
         self.next_step = step + 1
         return chosen
 
@@ -171,7 +165,9 @@ class InFlight:
         Returns whether a group had not ended.
         """
         while len(self.groups) < self.room(version):
-            self._admit(self.next_prompt(), version)
+            members = [Member(due=self.slice) for _ in range(self.config.group_size)]
+            self.groups.append(InFlightGroup(self.admissions, self.next_prompt(), version, members))
+            self.admissions += 1
         flying = any(group.ended is None for group in self.groups)
         members = self.loop.run(self._timed(self.clock.to_compute(self, version, updating)))
         dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.config.generation_batches)]
@@ -246,16 +242,12 @@ class InFlight:
             trajectory = await playing
             asking.raise_if_other()
             if isinstance(trajectory.outcome, NoResult):
-                self.ledger.write_no_result(group.number, i, len(member.responses), trajectory)
+                episode, state = (group.number, i), trajectory_state(trajectory)
+                self.ledger.write(no_result=episode, responses=len(member.responses), trajectory=state)
             member.trajectory = trajectory
         finally:
             playing.cancel()
             self.changed.set()
-
-    def _admit(self, prompt: Prompt, version: int) -> None:
-        members = [Member(due=self.slice) for _ in range(self.config.group_size)]
-        self.groups.append(InFlightGroup(self.admissions, prompt, version, members))
-        self.admissions += 1
 
 
 class Asking:

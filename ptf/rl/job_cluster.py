@@ -20,10 +20,9 @@ OFFLOADED = "offloaded"  # directory in the run's: files of roles that are offlo
 def job_cluster(job: Job, run: Path, pools: Sequence[Pool], local: bool = False) -> Iterator[Cluster]:
     """Run a block with the cluster of this job's roles: on Ray, or (launcher local, or `local`) in this process."""
     compute, temporary = job.compute, [run / OFFLOADED, run / SYNC]
-    for directory in temporary:  # left by an attempt that was killed
-        shutil.rmtree(directory, ignore_errors=True)
     with contextlib.ExitStack() as stack:
         for directory in temporary:
+            shutil.rmtree(directory, ignore_errors=True)  # left by an attempt that was killed
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
         if local or compute.launcher == "local":
             world = stack.enter_context(

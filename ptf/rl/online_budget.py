@@ -9,6 +9,7 @@ The policy, the critic and the frozen models are counted as in offline jobs (`pt
 what libraries take for their kernels, is not counted.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +112,10 @@ def online_budget(
     sent = update.trained if rollout.lora_sync == "adapter" else update.parameters
     shared = pools_of(job.compute.pools, {role: memory.workers for role, memory in roles.items()})
     pools = [_pool(pool, roles, engine, transport) for pool in shared]
-    host = max(_offloaded(rollout, pool, roles, engine) for pool in shared)
     sync = sync_traffic(sent, job.train.precision, transport)
-    problems = tuple(_problems(pools, engine, room, job))
-    host += sum(of.host for of in trained) + sync.host
-    return OnlineBudget(pools, update, engine, transport, sync, host, sum(of.copied for of in trained), room, problems)
+    host = max(_offloaded(rollout, pool, roles, engine) for pool in shared) + sum(of.host for of in trained) + sync.host
+    copied, problems = sum(of.copied for of in trained), tuple(_problems(pools, engine, room, job))
+    return OnlineBudget(pools, update, engine, transport, sync, host, copied, room, problems)
 
 
 def _trained(planned: Budget, workers: int, update: str, forward: str | None) -> RoleMemory:
@@ -130,15 +130,13 @@ def _trained(planned: Budget, workers: int, update: str, forward: str | None) ->
 def _policy(job: Job, recipe: Recipe, update: Budget, gpus: int) -> RoleMemory:
     """Return the memory of the policy; with LoRA, the policy without its adapters is the reference too."""
     memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old_logprobs else None)
-    own = {role for role, model in recipe.frozen_models.items() if not needs_weights(model, job.model)}
-    frozen = dict.fromkeys(sorted(own), update.forward.total - memory.held)
-    return RoleMemory(gpus, memory.held, {**memory.phases, **frozen})
+    own = sorted(role for role, model in recipe.frozen_models.items() if not needs_weights(model, job.model))
+    return RoleMemory(gpus, memory.held, {**memory.phases, **dict.fromkeys(own, update.forward.total - memory.held)})
 
 
 def _frozen(job: Job, rollout: RolloutConfig, directory: Path, recipe: Recipe, gpus: int) -> dict[str, RoleMemory]:
     """Return the memory of the frozen models that have a role: reference, teacher, reward model."""
-    found: dict[str, RoleMemory] = {}
-    models: dict[str, tuple[Path, Any, int | None]] = {}
+    found, models = dict[str, RoleMemory](), dict[str, tuple[Path, Any, int | None]]()
     for role, frozen_model in recipe.frozen_models.items():
         if needs_weights(frozen_model, job.model):
             path = frozen_model.path
@@ -166,12 +164,12 @@ def _engine(job: Job, rollout: RolloutConfig, directory: Path, room: float) -> E
         responses = rollout.replicas * cache / (each * job.data.seq_len)
         memory = RoleMemory(rollout.replicas * rollout.tensor_parallel_size, held, {"rollout": 0.0})
         return Engine(memory, weights, cache, responses)
-    share = -(-rollout.prompts_per_step // rollout.replicas)  # prompts of one engine
-    answered = min(BATCH, share * rollout.group_size)
-    contexts = -(-answered // rollout.group_size) * (job.data.seq_len - rollout.max_new_tokens)
+    answered = min(BATCH, math.ceil(rollout.prompts_per_step / rollout.replicas) * rollout.group_size)
+    contexts = math.ceil(answered / rollout.group_size)
     # states are in fp32, of each context and of each response
-    states = 4 * state_elements(model.config) * (answered + -(-answered // rollout.group_size))
-    cache = each * (contexts + answered * rollout.max_new_tokens) + states
+    states = 4 * state_elements(model.config) * (answered + contexts)
+    tokens = contexts * (job.data.seq_len - rollout.max_new_tokens) + answered * rollout.max_new_tokens
+    cache = each * tokens + states
     memory = RoleMemory(rollout.replicas, weights, {"rollout": cache})
     return Engine(memory, weights, cache, float(answered * rollout.replicas))
 
@@ -195,8 +193,8 @@ def _offloaded(rollout: RolloutConfig, pool: Pool, roles: Mapping[str, RoleMemor
     if len(pool.roles) < 2 or pool.disk:
         return 0.0
     discards = rollout.engine == "vllm" and rollout.lora_sync == "merged"
-    weights = 0.0 if discards else engine.weights
-    return sum(weights if role == "rollout" else roles[role].held for role in pool.roles)
+    held = {role: roles[role].held for role in pool.roles} | {"rollout": 0.0 if discards else engine.weights}
+    return sum(held[role] for role in pool.roles)
 
 
 def _pool(pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine, transport: str) -> PoolBudget:
@@ -219,9 +217,7 @@ def _sync(own: Mapping[str, RoleMemory], engine: Engine, transport: str) -> Iter
     if streams and policy and rollout:
         yield "policy and rollout", {**policy, **rollout}
         return
-    for of in (policy, rollout):
-        for role in of:
-            yield role, of
+    yield from ((role, of) for of in (policy, rollout) for role in of)
 
 
 def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job) -> Iterator[str]:
@@ -229,8 +225,10 @@ def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job
     for pool in pools:
         for phase in pool.phases:
             if (total := pool.total(phase)) > room:
-                needed = f"{total / GIB:.1f} of {room / GIB:.1f} GiB"
-                yield f"pool {pool.name}, phase {phase}: {needed}; more GPUs (--workers) or {_advice(phase)}"
+                yield (
+                    f"pool {pool.name}, phase {phase}: {total / GIB:.1f} of {room / GIB:.1f} GiB; more GPUs "
+                    f"(--workers) or {_advice(phase)}"
+                )
     if engine.responses < 1:
         yield (
             f"rollout: the weights take {engine.weights / GIB:.1f} GiB, and no response of data.seq_len "

@@ -3,6 +3,7 @@
 Every problem of the job that can be found without a role is reported before a role is started.
 """
 
+import contextlib
 from pathlib import Path
 
 from ptf.compute.checkpoint import Checkpoints
@@ -62,13 +63,10 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     pools = pools_of(job.compute.pools, {name: role.workers for name, role in roles.items()})
     with job_cluster(job, run, pools) as cluster:
         groups = {name: cluster.start(role) for name, role in roles.items()}
-        controller = Controller(online, cluster, groups, lease)
-        _print_rollout(online.job, online.rollout, controller.transport.name, cluster.gpu)
-        try:
+        with contextlib.closing(Controller(online, cluster, groups, lease)) as controller:
+            _print_rollout(online.job, online.rollout, controller.transport.name, cluster.gpu)
             controller.run()
             controller.export()
-        finally:
-            controller.close()
 
 
 def _print_rollout(job: Job, config: RolloutConfig, transport: str, gpu: bool) -> None:

@@ -44,8 +44,8 @@ class OnlineSaver:
         for directory, role in self.roles.items():
             with self.cluster.phase(role, "save"):
                 writing[directory] = role.call("save", _joined(path, directory), self.timeout_s)
-        own = checkpoint.save_host(f"{path}/{CONTROLLER_FILE}", state)
-        self.unfinished = Unfinished(step, manifest, {CONTROLLER_FILE: own}, writing)
+        entries = {CONTROLLER_FILE: checkpoint.save_host(f"{path}/{CONTROLLER_FILE}", state)}
+        self.unfinished = Unfinished(step, manifest, entries, writing)
 
     def commit_if_written(self, wait_s: float = 0.0) -> bool:
         """Commit the checkpoint if all roles have written their parts within `wait_s` seconds. Return whether no
@@ -87,10 +87,10 @@ class OnlineSaver:
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and commit it. Raises TimeoutError."""
-        if not self.commit_if_written(self.timeout_s):
-            assert self.unfinished is not None
+        unfinished = self.unfinished
+        if unfinished and not self.commit_if_written(self.timeout_s):
             raise TimeoutError(
-                f"the checkpoint of step {self.unfinished.step} was not written within {self.timeout_s:g} s "
+                f"the checkpoint of step {unfinished.step} was not written within {self.timeout_s:g} s "
                 "(compute.timeout_s)"
             )
 

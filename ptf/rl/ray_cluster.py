@@ -92,7 +92,6 @@ class VerlCluster(Cluster):
     ) -> None:
         super().__init__(pools, device == "cuda" or (device == "auto" and gpus() > 0))
         self.device, self.timeout_s, self.threads, self.restarts = device, timeout_s, threads, restarts
-        self._stack = contextlib.ExitStack()
         self._slots: dict[str, Any] = {}  # pool → its placement group
 
     def make_group(self, spec: RoleSpec, pool: Pool) -> VerlRoleGroup | Replicas:
@@ -101,9 +100,8 @@ class VerlCluster(Cluster):
             raise UserError(
                 f"role {spec.name} has {spec.workers} workers, but its pool {pool.name} has {pool.workers} slots"
             )
-        return (self._start_role_group if spec.cls.uses_process_group else self._start_replicas)(spec, pool)
-
-    def _start_role_group(self, spec: RoleSpec, pool: Pool) -> VerlRoleGroup:
+        if not spec.cls.uses_process_group:
+            return self._start_replicas(spec, pool)
         gang = Gang(
             spec.name,
             workers=spec.workers,
@@ -114,7 +112,7 @@ class VerlCluster(Cluster):
             pool=self._shared(pool, spec.workers),
             worker=RoleRank,
         )
-        self._stack.callback(gang.close)
+        self.closing.callback(gang.close)
         return VerlRoleGroup(spec, gang, self.device)
 
     def _start_replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
@@ -136,17 +134,13 @@ class VerlCluster(Cluster):
             )
 
         group = Replicas(spec, start_replica, self.device, self.restarts)
-        self._stack.callback(group.close)
+        self.closing.callback(group.close)
         return group
 
     def _shared(self, pool: Pool, workers: int, start: int = 0) -> Any:
         """Return `workers` of the pool's slots, which are reserved at the first call."""
         if pool.name not in self._slots:
             slots = make_pool(pool.processes, use_gpu=self.gpu, timeout_s=self.timeout_s)
-            self._stack.callback(release, slots)
+            self.closing.callback(release, slots)
             self._slots[pool.name] = slots
         return part_of(self._slots[pool.name], workers, start)
-
-    def close(self) -> None:
-        """End all actors and release the pools' slots."""
-        self._stack.close()

@@ -4,6 +4,7 @@ The policy role *is* the SFT trainer, called by the controller. The role that ge
 `ptf.rl.sampler.Sampler`, and the role of a reward model is `ptf.rl.rewards.model.RewardModel`.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from ptf.rl.cluster import broadcast, largest_broadcast, split_over_workers
 from ptf.rl.forward_passes import packer_of, per_document, per_token, sample_logprobs
 from ptf.rl.weights import stored
 from ptf.rl.weights.streamed import Sender, Streamed, Transfer
-from ptf.rl.weights.verification import LARGEST, MEAN, SHARE, Buckets, LogprobDifference, Manifest
+from ptf.rl.weights.verification import LARGEST, MEAN, SAMPLED_TOKENS, SHARE, Buckets, LogprobDifference, Manifest
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_sequences_singly
 from ptf.train.components import abbreviated
@@ -65,9 +66,8 @@ def logprob_check(
     tokens = sum(int(np.count_nonzero(sample.loss_weights)) for unit in units for sample in unit)
 
     def check(means: Mapping[str, float]) -> None:
-        LogprobDifference(means[MEAN], means[SHARE], means[LARGEST], tokens).raise_if_beyond(
-            limits, f"step {step + 1}: the engine's and the trainer's log-probs of the sampled tokens"
-        )
+        difference = LogprobDifference(means[MEAN], means[SHARE], means[LARGEST], tokens)
+        difference.raise_if_beyond(limits, f"step {step + 1}: {SAMPLED_TOKENS}")
 
     return check
 
@@ -264,8 +264,7 @@ class Learner(ModelRole):
             raise UserError(f"rollout.lora_sync: an adapter cannot hold {abbreviated(obstacles)}; use merged")
         tensors = form.tensors() if form else self._sent_tensors()
         if not self.world.leads:
-            for _ in tensors:  # take part in the gathering
-                pass
+            deque(tensors, maxlen=0)  # take part in the gathering
             return None
         buckets, manifest = (
             stored.write_buckets(tensors, directory, version) if directory else stored.collect(tensors, version)
@@ -290,9 +289,7 @@ class Learner(ModelRole):
         tensors = self._sent_tensors()
         if self.sender:
             self.sender.send(version, tensors)
-        else:
-            for _ in tensors:  # take part in the gathering
-                pass
+        deque(tensors, maxlen=0)  # without a sender, take part in the gathering
 
     def _sent_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by Hugging Face name, rounded to the dtype that the engines compute in."""
@@ -332,8 +329,7 @@ class Learner(ModelRole):
         source, section = self.settings.directory, self.settings.section
         export(self.model, source, Path(directory), self.world, self.tokenizer)
         if section.lora:
-            precision = self.settings.train.precision
-            export_adapter(self.model, source, Path(directory), self.world, section, precision)
+            export_adapter(self.model, source, Path(directory), self.world, section, self.settings.train.precision)
 
     @broadcast
     def offload(self) -> None:

@@ -26,9 +26,10 @@ from ptf.workspace import progress
 class Rollouts(ABC):
     """Samples and scores the responses of each step."""
 
-    def __init__(self, online: OnlineJob, cluster: Cluster, rollout: RoleGroup) -> None:
-        self.online, self.config, self.cluster, self.rollout = online, online.rollout, cluster, rollout
+    def __init__(self, online: OnlineJob, cluster: Cluster, groups: Mapping[str, RoleGroup]) -> None:
+        self.online, self.config, self.cluster, self.rollout = online, online.rollout, cluster, groups["rollout"]
         self.rewards = rewards_of(online.job, self.config.reward)
+        self.reward_model = RewardModelClient.of(online.job, online.run, groups.get("reward_model"))
         self.reward_wait = 0.0  # seconds of a step after its last response was there
 
     @abstractmethod
@@ -67,20 +68,13 @@ class Rollouts(ABC):
         """Return metrics over the outcomes of all responses of a step, in which so many requests to environments were
         retried."""
         metrics = outcome_metrics(groups, version, self.config, by_source=len(self.online.job.data.sources) > 1)
-        retried = 0 if self.rewards is None else self.rewards.take_retries()
-        metrics["rewards_retried"] = float(retried + environment_retries)
+        metrics["rewards_retried"] = float(environment_retries + (self.rewards.take_retries() if self.rewards else 0))
         metrics["seconds/reward_wait"], self.reward_wait = self.reward_wait, 0.0
         return metrics
 
 
 class SynchronousRollouts(Rollouts):
     """Each step waits for all its responses."""
-
-    def __init__(
-        self, online: OnlineJob, cluster: Cluster, rollout: RoleGroup, reward_model: RewardModelClient | None
-    ) -> None:
-        super().__init__(online, cluster, rollout)
-        self.reward_model = reward_model
 
     @contextlib.contextmanager
     def step(self, version: int) -> Iterator[tuple[list[Group], dict[str, float]]]:
@@ -161,9 +155,7 @@ def outcome_metrics(
     if not versions:
         raise UserError(f"step {version + 1}: policy.trajectory(calls=[…]) selected no response to train on")
     truncated = sum(not t.complete for t in trajectories if isinstance(t.outcome, Reward))
-    metrics: dict[str, float] = {}
-    if len(values):
-        metrics = {"reward": float(values.mean()), "reward_std": float(values.std())}
+    metrics = {"reward": float(values.mean()), "reward_std": float(values.std())} if len(values) else {}
     if by_source:
         metrics |= _means("source_reward", rewards)
     metrics |= {

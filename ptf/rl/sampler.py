@@ -143,18 +143,14 @@ class Sampler:
                     left -= len(ended)
                     yield ended
             except TimeoutError:
-                raise TimeoutError(self._too_slow(left, len(episodes))) from None
+                environments = self.rollout_functions.environments
+                processes = f" in {sum(len(one.processes) for one in environments)} processes" if environments else ""
+                raise TimeoutError(
+                    f"{left} of {len(episodes)} episodes{processes} did not end within {self.settings.timeout_s:g} s "
+                    "(compute.timeout_s): a step has too many responses or they are too long"
+                    f"{', or rollout.reward_processes is too low' if environments else ''}"
+                ) from None
         # leaving the loop cancels unfinished episodes, and closes `running`
-
-    def _too_slow(self, left: int, episodes: int) -> str:
-        """Return the error message for episodes of a step that do not end in time."""
-        environments = self.rollout_functions.environments
-        processes = f" in {sum(len(one.processes) for one in environments)} processes" if environments else ""
-        return (
-            f"{left} of {episodes} episodes{processes} did not end within {self.settings.timeout_s:g} s "
-            "(compute.timeout_s): a step has too many responses or they are too long"
-            f"{', or rollout.reward_processes is too low' if environments else ''}"
-        )
 
     @summed_broadcast
     def take_retries(self) -> int:

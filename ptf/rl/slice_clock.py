@@ -42,8 +42,8 @@ class VirtualClock:
         return number < self.update_slices
 
     async def _wait(self, flight: "InFlight") -> None:
-        flying = members_of(flight.groups)
-        await flight.until(lambda: [m for _, _, m in flying if m.awaits_environment and m.due <= flight.slice])
+        flying = [m for _, _, m in members_of(flight.groups) if m.due <= flight.slice]
+        await flight.until(lambda: [m for m in flying if m.awaits_environment])
 
 
 class WallClock:
@@ -63,14 +63,14 @@ class WallClock:
             return [(g.number, m) for g, m in chosen]
 
         def awaiting_environment() -> list[Member]:
-            something = any(m.pending or m.trajectory is not None for _, _, m in flying)
-            if something or (updating is not None and not updating()):
-                return []
-            return [m for _, _, m in flying if m.awaits_environment]
+            awaiting = [m for _, _, m in flying if m.awaits_environment]
+            is_over = len(awaiting) < len(flying) or (updating is not None and not updating())
+            return [] if is_over else awaiting
 
         await flight.until(awaiting_environment, None if updating is None else POLL_S)
         found = [(g, i, m) for g, i, m in flying if m.pending]
-        self.ledger.write_computed(flight.slice, version, updating is not None, [(g.number, i) for g, i, _ in found])
+        computed, beside = [(g.number, i) for g, i, _ in found], updating is not None
+        self.ledger.write(slice=flight.slice, version=version, beside_update=beside, computed=computed)
         return [(g.number, m) for g, _, m in found]
 
     async def ended(self, flight: "InFlight") -> list[Member]:
@@ -85,7 +85,7 @@ class WallClock:
         for _ in range(3):  # episodes that end without waiting for anything
             await asyncio.sleep(0)
         found = [(g, i, m) for g, i, m in flying if m.trajectory is not None]
-        self.ledger.write_ended(number, [(g.number, i) for g, i, _ in found])
+        self.ledger.write(slice=number, ended=[(g.number, i) for g, i, _ in found])
         return [m for _, _, m in found]
 
     def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
@@ -95,7 +95,7 @@ class WallClock:
             return known
         if updating():
             return True
-        self.ledger.write_update_ended(slice_number, version)
+        self.ledger.write(update_ended=version, slice=slice_number)
         return False
 
     def _differs(self, slice_number: int) -> UserError:

@@ -15,13 +15,8 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """The reply to a step of an episode that the process does not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Interrupted:
     """The process ended while several calls were in flight, or before this one began, so it is not known to be at
-    fault. `suspect`: whether it had begun."""
+    fault; or it does not have the episode any more. `suspect`: whether the call had begun."""
 
-    suspect: bool
+    suspect: bool = False

@@ -10,6 +10,7 @@ receives, and watches the limits.
 """
 
 import contextlib
+import math
 import multiprocessing.connection as mpc
 import os
 import pickle
@@ -27,7 +28,7 @@ from typing import Any
 from ptf.compute.launch import start
 from ptf.config import Plugin, plugin
 from ptf.errors import UserError
-from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Lost
+from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Interrupted
 
 STARTS_WITHIN_S = 60.0
 GRACE_S = 2.0  # beyond its limit, for a call that the process ends itself
@@ -92,7 +93,7 @@ class WorkerProcess:
     question, and the next one after it died.
 
     A call of a reward that its process lost is made again. The state of environments is lost with their process, so
-    such a call has the result `Lost`.
+    such a call has the result `Interrupted`.
     """
 
     def __init__(self, kind: str, what: Plugin, timeout_s: float, calls: CallQueue | None = None) -> None:
@@ -114,7 +115,7 @@ class WorkerProcess:
         self.is_woken = False  # whether `waker` has something to read
 
     def ask(self, question: Any, *, alone: bool = False) -> "Future[Any]":
-        """Ask a question; the result is the reply, a Fault, or Lost."""
+        """Ask a question; the result is the reply, a Fault, or Interrupted."""
         call = Call(question, alone)
         self.queue.put(call)
         return call.future
@@ -146,11 +147,13 @@ class WorkerProcess:
         """Send, receive and watch, until `close`."""
         try:
             while not self.closing:
-                self._receive()  # before the limits, because what arrived in time is in time
-                self._watch_limits()
+                self._receive()  # before the limit, because what arrived in time is in time
+                end, wrong = self._limit()
+                if end <= time.monotonic():
+                    self._end(f"{wrong} {self.timeout_s:g} s")
                 self._send()
-                pipes = [self.waker] if self.pipe is None else [self.waker, self.pipe]
-                if self.waker in mpc.wait(pipes, self._next_moment()):
+                pipes, left = [self.waker, *filter(None, [self.pipe])], self._limit()[0] - time.monotonic()
+                if self.waker in mpc.wait(pipes, min(max(0.0, left), IDLE_S)):
                     self.waker.recv_bytes()
                     self.is_woken = False  # before the queue is looked at
         except BaseException as error:  # no call may wait for ever
@@ -170,16 +173,11 @@ class WorkerProcess:
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(RuntimeError(f"the {self.kind}'s process was closed: {self.failure}"))
 
-    def _next_moment(self) -> float:
-        """Return the seconds until something must be done."""
-        ends = self._ends()
-        if self.calls and not ends:
-            ends.append(self.heard + self.timeout_s)
-        return max(0.0, min([end - time.monotonic() for end in ends], default=IDLE_S))
-
-    def _ends(self) -> list[float]:
-        """Return the ends of the times of the calls that have begun."""
-        return [call.ends for call in self.calls.values() if call.ends is not None]
+    def _limit(self) -> tuple[float, str]:
+        """Return when the process is killed, and why: a call is beyond its time, or the process does not begin one."""
+        if ends := [call.ends for call in self.calls.values() if call.ends is not None]:
+            return min(ends), "took longer than"
+        return self.heard + self.timeout_s if self.calls else math.inf, "did not listen for"
 
     def _send(self) -> None:
         """Send calls of the queue, as many as the process takes."""
@@ -188,7 +186,7 @@ class WorkerProcess:
             if len(self.queue.takers) > 1:
                 ahead = AHEAD_OF_MANY[self.ends_in_time]
             has_alone = any(call.alone for call in self.calls.values())
-            if not free and (has_alone or len(self.calls) - len(self._ends()) >= ahead):
+            if not free and (has_alone or sum(call.ends is None for call in self.calls.values()) >= ahead):
                 return
             # a call that must be alone waits until no other is in flight
             if (call := self.queue.take(alone=None if free else False)) is None:
@@ -278,20 +276,20 @@ class WorkerProcess:
 
     def _finish(self, number: int, reply: Any) -> None:
         call = self.calls.pop(number)
-        self.is_crowded |= isinstance(reply, Fault) and reply.crowded
-        if isinstance(reply, Fault) and reply.crowded and not call.alone and self.kind == "reward":
-            call.alone = True
-            self.queue.put(call, first=True)
+        crowded = isinstance(reply, Fault) and reply.crowded
+        self.is_crowded |= crowded
+        if crowded and not call.alone:
+            self._repeat(call, alone=True)
         else:
             call.resolve(reply)
 
-    def _watch_limits(self) -> None:
-        """Kill the process if a call is beyond its limit, or if it does not begin one."""
-        now, ends = time.monotonic(), self._ends()
-        if any(end <= now for end in ends):
-            self._end(f"took longer than {self.timeout_s:g} s")
-        elif self.calls and not ends and now >= self.heard + self.timeout_s:
-            self._end(f"did not listen for {self.timeout_s:g} s")
+    def _repeat(self, call: Call, alone: bool) -> None:
+        """Make a call again; one of an environment, whose state may be lost, is made again by its caller."""
+        if self.kind == "environment":
+            call.resolve(Interrupted(suspect=alone))
+            return
+        call.alone |= alone
+        self.queue.put(call, first=True)
 
     def _end(self, reason: str, *, blames: bool = True) -> None:
         """Kill the process; a call that was alone in it is at fault, and others are lost or made again.
@@ -307,12 +305,8 @@ class WorkerProcess:
         elif blames and not begun and len(sent) == 1 and sent[0].unheard:  # for the second time
             sent.pop().resolve(fault)
         for call, suspect in reversed([*((call, blames) for call in begun), *((call, False) for call in sent)]):
-            if self.kind == "environment":
-                call.resolve(Lost(suspect))
-                continue
             call.unheard += blames and not suspect
-            call.alone = call.alone or suspect or call.unheard > 1
-            self.queue.put(call, first=True)
+            self._repeat(call, alone=suspect or call.unheard > 1)
 
     def _end_process(self) -> None:
         if process := self.process:

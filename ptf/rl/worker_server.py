@@ -34,7 +34,7 @@ from ptf.config.reward_signature import RewardSignature
 from ptf.errors import UserError
 from ptf.rl.rewards import declarations as overlapping
 from ptf.rl.rewards.calls import Response, call_arguments, checked_rewards
-from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Gone
+from ptf.rl.worker_messages import LEFT, READY, REPLY, STARTED, Fault, Interrupted
 
 COMPUTING = 2  # calls that compute: a further call in a thread would only make them slower
 SHARE = 0.2  # of its time in which a thread used a processor: above it, its call computes
@@ -95,6 +95,7 @@ class Threads:
     def __init__(self, most: int, timeout_s: float) -> None:
         self.most, self.timeout_s = most, timeout_s
         self.running = 0
+        self.coroutines = 0  # calls in the event loop
         self.computing = 0  # calls that computed when it was last measured, those that are stuck too
         self.room = 1  # how many calls may begin until the processor's use is measured again
         self.stuck = 0  # calls that took too long, whose threads are left alone
@@ -103,8 +104,22 @@ class Threads:
         self.clocks = dict[int, float]()  # of the threads with a call: the processor time that was last seen
         self.timer: asyncio.TimerHandle | None = None
 
+    async def result(
+        self, thread: concurrent.futures.Executor, started: Callable[[], None], function: Callable, is_coroutine: bool
+    ) -> Any:
+        """Return the function's result, if it is a coroutine function in the event loop; `started` is called when its
+        turn comes. Raises TooLong."""
+        if not is_coroutine:
+            return await self.call(thread, started, function)
+        started()
+        self.coroutines += 1
+        try:
+            return await in_time(function(), self.timeout_s)
+        finally:
+            self.coroutines -= 1
+
     async def call(self, thread: concurrent.futures.Executor, started: Callable[[], None], function: Callable) -> Any:
-        """Return the function's result; `started` is called when its turn comes. Raises TooLong."""
+        """Return a plain function's result; `started` is called when its turn comes. Raises TooLong."""
         turn = asyncio.get_running_loop().create_future()
         self.waiting.append(turn)
         self._admit()
@@ -209,13 +224,11 @@ class RewardCalls:
 
     async def answer_concurrently(self, question: Sequence[Response], started: Callable[[], None]) -> Any:
         """Answer while others are answered."""
-        if self.is_coroutine:
-            positional, keywords = call_arguments(self.signature, question)
-            async with self.limit:
-                started()
-                value = await in_time(self.function(*positional, **keywords), self.timeout_s)
-            return checked_rewards(self.signature, value, len(question))
-        return await self.threads.call(self.pool, started, functools.partial(self.answer, question))
+        positional, keywords = call_arguments(self.signature, question)
+        function = functools.partial(self.function, *positional, **keywords)
+        async with self.limit:
+            value = await self.threads.result(self.pool, started, function, self.is_coroutine)
+        return checked_rewards(self.signature, value, len(question))
 
 
 class EnvironmentCalls:
@@ -227,7 +240,6 @@ class EnvironmentCalls:
         self.what, self.make, self.timeout_s = what, plugin.bind(what), timeout_s
         most = overlapping.max_concurrent_calls(plugin.resolve(what.use), overlapping.THREADS)
         self.threads = Threads(most, timeout_s)
-        self.coroutines = 0  # calls in the event loop
         self.environments = dict[int, Any]()
         self.pools = dict[int, concurrent.futures.ThreadPoolExecutor]()
         self.closings = set[asyncio.Task]()
@@ -236,7 +248,7 @@ class EnvironmentCalls:
     def is_done_for(self) -> bool:
         """Whether the process should end: it has a thread that never came back, and no episode, or no thread left."""
         may_end = self.threads.is_full or not self.environments
-        return bool(self.threads.stuck) and not self.threads.running and not self.coroutines and may_end
+        return bool(self.threads.stuck) and not self.threads.running and not self.threads.coroutines and may_end
 
     async def answer_concurrently(self, question: Any, started: Callable[[], None]) -> Any:
         """Answer while others are answered."""
@@ -261,7 +273,7 @@ class EnvironmentCalls:
             return list(messages), getattr(environment, "tools", None)
         environment = self.environments.get(episode)
         if environment is None:
-            return Gone()
+            return Interrupted()  # its process ended between two questions
         return await self._result(self.pools[episode], started, functools.partial(environment.step, *rest))
 
     def _made(self, row: Mapping[str, Any], seed: int) -> Any:
@@ -276,14 +288,7 @@ class EnvironmentCalls:
         """Return the result of a method, in the loop if it is a coroutine function, otherwise in the episode's
         thread."""
         own = function.func if isinstance(function, functools.partial) else function
-        if inspect.iscoroutinefunction(own):
-            started()
-            self.coroutines += 1
-            try:
-                return await in_time(function(), self.timeout_s)
-            finally:
-                self.coroutines -= 1
-        return await self.threads.call(pool, started, function)
+        return await self.threads.result(pool, started, function, inspect.iscoroutinefunction(own))
 
     def _forget(self, episode: int) -> None:
         """Discard an episode's environment, and close it if it has a `close`. Its thread ends with the call that it is
@@ -330,8 +335,8 @@ async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, 
         try:
             reply = await calls.answer_concurrently(question, functools.partial(pipe.send, STARTED, number))
         except TooLong:
-            crowded = len(began) > 1 or calls.threads.stuck > 1
-            reply = Fault(f"took longer than {calls.timeout_s:g} s", crowded=crowded)
+            is_crowded = len(began) > 1 or calls.threads.stuck > 1
+            reply = Fault(f"took longer than {calls.timeout_s:g} s", crowded=is_crowded)
         except (Exception, asyncio.CancelledError) as error:  # of the users' code: it affects only this question
             reply = fault_of(error)
         began.discard(number)

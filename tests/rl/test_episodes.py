@@ -26,7 +26,7 @@ from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.episodes import Episode, one_response, run_all, run_episodes
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rollout_role import raise_if_wrong_environments
-from ptf.rl.worker_messages import Lost
+from ptf.rl.worker_messages import Interrupted
 from tests.data.conversations import Conversation, real, said, schema
 from tests.data.templates import templated
 from tests.recipes.of_keys import of_keys
@@ -335,7 +335,7 @@ def test_an_episode_that_is_cancelled_ends_its_environment(replayed):
                 reply.set_result(([{"role": "user", "content": "?"}], None))
             elif question[2:] == ("second",) and self.lost:
                 self.lost = False
-                reply.set_result(Lost(suspect=False))
+                reply.set_result(Interrupted(suspect=False))
             elif question[2:] == ("first",):
                 reply.set_result(StepResult([{"role": "user", "content": "!"}]))
             return reply

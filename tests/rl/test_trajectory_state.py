@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptf.data.trajectory import Generation
-from ptf.rl.trajectory_state import generations_state, restored_generations
+from ptf.rl.in_flight_group import generations_state, restored_generations
 
 IDS = st.lists(st.integers(0, 3), max_size=6)
 

@@ -11,7 +11,7 @@ LONG_SEQUENCE, LOOKAHEAD_OF_LONG, LOOKAHEAD = 16_384, 256, 64
 
 
 class Source(Section):
-    """One dataset: jsonl (plain, `.gz`, `.zst`), json, csv, parquet, arrow or feather files,
+    """One dataset: jsonl or csv (plain, `.gz`, `.zst`), json, parquet, arrow or feather files,
     or what `datasets` saved to disk."""
 
     path: str

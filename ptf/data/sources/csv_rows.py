@@ -8,13 +8,14 @@ import json
 from collections.abc import Iterator
 
 from ptf.data.sources.in_order import InOrder
+from ptf.data.sources.jsonl import NOT_DECOMPRESSED, decompressed
 from ptf.errors import UserError
 
 MAX_VALUE_CHARACTERS = 1 << 30
 
 
 class Csv(InOrder):
-    """A CSV file, whose rows are converted to JSON."""
+    """A CSV file, plain or compressed (`.gz`, `.zst`), whose rows are converted to JSON."""
 
     def _open(self) -> None:
         """Open the file at its beginning and read the header."""
@@ -30,7 +31,8 @@ class Csv(InOrder):
 
     def _texts(self) -> Iterator[str]:
         """Yield the file's lines as text, and count bytes and lines."""
-        while text := self._file.readline():
+        file = decompressed(self._file, self._uri)
+        while text := file.readline():
             self._at, self._line = self._at + len(text), self._line + 1
             yield text.decode("utf-8-sig" if self._line == 1 else "utf-8")
 
@@ -39,7 +41,7 @@ class Csv(InOrder):
         first = self._line + 1
         try:
             return next(self._reader, None)
-        except (csv.Error, UnicodeDecodeError) as error:
+        except (csv.Error, UnicodeDecodeError, *NOT_DECOMPRESSED) as error:
             raise UserError(f"{self._uri}:{first}: not readable as CSV of UTF-8: {error}") from None
 
     def _rows(self) -> Iterator[tuple[bytes, int]]:

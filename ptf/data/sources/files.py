@@ -19,7 +19,18 @@ from ptf import storage
 from ptf.data.sources import hub
 from ptf.errors import UserError
 
-FORMATS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet", ".arrow", ".feather")
+FORMATS = (
+    ".jsonl",
+    ".jsonl.gz",
+    ".jsonl.zst",
+    ".json",
+    ".csv",
+    ".csv.gz",
+    ".csv.zst",
+    ".parquet",
+    ".arrow",
+    ".feather",
+)
 SPLITS = {  # a word in the name of a file or folder → its split, by the Hub's rules
     "train": "train",
     "training": "train",

@@ -12,6 +12,8 @@ from ptf.data.sources.blocks import Lines, local_path, open_bytes
 from ptf.data.sources.in_order import InOrder
 from ptf.errors import UserError
 
+NOT_DECOMPRESSED = (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowException, OSError)
+
 
 class Jsonl:
     """A plain file. Block n holds the lines that begin in the n-th `lines_bytes` of the file."""
@@ -65,12 +67,14 @@ class Compressed(InOrder):
                 yield text if text.strip() else b"", self._line - 1
         except UserError:  # an error of the object store
             raise
-        except (EOFError, gzip.BadGzipFile, zlib.error, pa.ArrowException, OSError) as e:
+        except NOT_DECOMPRESSED as e:
             raise UserError(f"{self._uri}: cannot be decompressed after line {self._line}: {e}") from None
 
 
 def decompressed(raw: IO[bytes], name: str) -> IO[bytes]:
-    """Return a stream of the decompressed content, by the suffix of the file's name."""
+    """Return a stream of the decompressed content, by the suffix of the file's name; of others the stream itself."""
     if name.endswith(".gz"):
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+    if not name.endswith(".zst"):
+        return raw
     return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"), 1 << 20)

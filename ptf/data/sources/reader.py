@@ -130,7 +130,7 @@ class Reader:
             return open_arrow(uri)
         if uri.endswith((".jsonl.gz", ".jsonl.zst")):
             return Compressed(uri, LINES_BYTES)
-        if uri.endswith(".csv"):
+        if uri.endswith((".csv", ".csv.gz", ".csv.zst")):
             return Csv(uri, LINES_BYTES)
         if uri.endswith(".json"):
             return open_json(uri, LINES_BYTES)

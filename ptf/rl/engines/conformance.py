@@ -29,8 +29,8 @@ from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.generation_checks import generation_errors
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling, edges_of, generate_all
-from ptf.rl.weights.stored import into_buckets, write_buckets
-from ptf.rl.weights.verification import Bucket, Buckets, Manifest, Receipt, SyncError, manifest_of
+from ptf.rl.weights.stored import write_buckets
+from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, manifest_of
 from ptf.train.trainer import load_model
 
 STOP, LONGEST, MAX_LENGTH = 5, 16, 96
@@ -63,7 +63,7 @@ class Violation(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check."""
 
     what: str
@@ -76,10 +76,9 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
 
     `args` are KEY=VALUE arguments of a plugin engine. For vLLM, its environment variables are set in this process.
     """
-    kind: str | Plugin = name
-    if name not in ("native", "vllm"):
-        pairs = [arg.partition("=") for arg in args]
-        kind = Plugin(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
+    pairs = [arg.partition("=") for arg in args]
+    plugin = Plugin(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
+    kind = name if name in ("native", "vllm") else plugin
     if kind == "vllm":
         from ptf.rl.engines.vllm_engine import engine_env
 
@@ -111,12 +110,6 @@ def alternating(first: Sequence[Request], second: Sequence[Request]) -> list[Req
     return [request for pair in zip(first, second, strict=True) for request in pair]
 
 
-def buckets_of(engine: NativeEngine) -> list[Bucket]:
-    """Return copies of an engine's tensors in buckets, sorted by Hugging Face name."""
-    tensors = [(name, tensor.clone()) for name, tensor in engine.model.hf_tensors()]
-    return list(into_buckets(sorted(tensors)))
-
-
 class ConformanceSuite:
     """The checks of one engine, in order. It is started as in a run, before any sync (version -1).
 
@@ -127,16 +120,19 @@ class ConformanceSuite:
         first, second = (small_model(place, seed) for seed in (0, 1))
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.bound = FP32_BOUND if precision == "fp32" else LOGPROB_TOLERANCE[precision]
-        self.timeout_s, self.place, self.refused = timeout_s, place, False
+        self.timeout_s, self.place = timeout_s, place
         self.references = [
             NativeEngine(str(path), device=torch.device("cpu"), dtype=torch.float32, version=0)
             for path in (first, second)
         ]
         self.reference = self.references[0]
         self.engine = make(str(first), -1)
-        self.own, self.sent = (buckets_of(reference) for reference in self.references)
+        self.own, self.sent = (
+            [sorted((name, tensor.clone()) for name, tensor in reference.model.hf_tensors())]
+            for reference in self.references
+        )
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[CheckResult]:
         """Yield the result of every check, in order."""
         checks = [
             self.declares,
@@ -156,16 +152,13 @@ class ConformanceSuite:
             self.sleeps,
         ]
         for check in checks:
-            wrong = None
+            self.refused, wrong = False, None
             try:
                 check()
-            except Violation as error:
-                wrong = str(error)
             except Exception as error:
-                wrong = f"{type(error).__name__}: {error}"
-            refused, self.refused = self.refused, False
+                wrong = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
             summary = " ".join((check.__doc__ or "").split()).removeprefix("Check that ").rstrip(".")
-            yield Finding(summary, wrong, refused)
+            yield CheckResult(summary, wrong, self.refused)
 
     def ask(
         self,
@@ -270,12 +263,9 @@ class ConformanceSuite:
         """Return the responses. Raises Violation if their log-probs differ from the reference's."""
         generations = self.generate(requests)
         for request, generation in zip(requests, generations, strict=True):
-            sampling = request.sampling
+            sampling, ids = request.sampling, generation.sampled_ids
             logprobs, slack = self.reference_logprobs(generation, sampling)
-            difference = (
-                np.abs(logprobs[np.arange(len(generation.sampled_ids)), generation.sampled_ids] - generation.logprobs)
-                - slack
-            )
+            difference = np.abs(logprobs[np.arange(len(ids)), ids] - generation.logprobs) - slack
             if not (worst := float(difference.max())) <= self.bound:
                 raise Violation(
                     f"a sampled token's log-prob differs by {worst:.3g} from ptf's decoder's (bound {self.bound:g}; "
@@ -333,9 +323,8 @@ class ConformanceSuite:
         """Check that at temperature 0 the likeliest token is taken, also beside requests that sample."""
         for generation in self.compare(alternating(self.ask(6, temperature=0.0), self.ask(6, seed=300)))[::2]:
             logprobs, _ = self.reference_logprobs(generation, Sampling(LONGEST, 0.0, (STOP,)))
-            gap = float(
-                (logprobs.max(1) - logprobs[np.arange(len(generation.sampled_ids)), generation.sampled_ids]).max()
-            )
+            taken = logprobs[np.arange(len(generation.sampled_ids)), generation.sampled_ids]
+            gap = float((logprobs.max(1) - taken).max())
             if gap > self.bound:
                 raise Violation(f"it took a token that is {gap:.3g} less likely than the likeliest")
 
@@ -379,13 +368,12 @@ class ConformanceSuite:
         """Return syncs that must be refused, by what is wrong with them."""
         pairs = [pair for bucket in self.sent for pair in bucket]
         right, (name, tensor) = manifest_of(self.sent, FIRST + 1), pairs[0]
-
-        def exchangeable(a, b):
-            return a.shape == b.shape and not torch.equal(a, b)
-
-        i, j = next((i, j) for j in range(len(pairs)) for i in range(j) if exchangeable(pairs[i][1], pairs[j][1]))
-        swapped = list(pairs)
-        swapped[i], swapped[j] = (pairs[i][0], pairs[j][1]), (pairs[j][0], pairs[i][1])
+        (a, one), (b, other) = next(
+            (one, other)
+            for one, other in itertools.combinations(pairs, 2)
+            if one[1].shape == other[1].shape and not torch.equal(one[1], other[1])
+        )
+        swapped = [*(pair for pair in pairs if pair[0] not in (a, b)), (a, other), (b, one)]
         garbled = tensor.clone()
         garbled.view(-1)[0] += 1
         return {

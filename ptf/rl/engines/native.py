@@ -7,8 +7,9 @@ response does not depend on its batch.
 """
 
 import itertools
+import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ from ptf.model.sampling import restrict
 from ptf.rl.engines.continuous_batch import ContinuousBatch
 from ptf.rl.engines.kv_cache import Cache
 from ptf.rl.engines.protocol import NOTHING, Progress, Request, edges_of
-from ptf.rl.engines.response import ResponseInProgress, sample
+from ptf.rl.engines.response import ResponseInProgress, distinct_contexts, sample
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, check
@@ -68,6 +69,8 @@ class NativeEngine:
         self.in_batches = not continuous
         self.numbers = itertools.count()
         self.stepper = Stepper(self)
+        # see StreamingEngine; an engine that answers in batches yields a whole response at once
+        self.generate, self.stream = self.stepper.generate, self.stepper.stream
         self.batches: deque[tuple[set[int], dict[int, Request]]] = deque()  # numbers that somebody waits for, and all
         # attention over a cache is computed in fp32
         self.cache_dtype = torch.float32 if device.type == "cpu" else dtype
@@ -86,25 +89,15 @@ class NativeEngine:
         model = bridge.load(directory, device, head="lm", factory=factory, seed=seed)
         return model.to(dtype).requires_grad_(False).eval()
 
-    async def generate(self, request: Request) -> Generation:
-        """See RolloutEngine."""
-        return await self.stepper.generate(request)
-
-    def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """See StreamingEngine. An engine that answers in batches yields a whole response at once."""
-        return self.stepper.stream(request)
-
     def add(self, requests: Sequence[Request], streamed: Sequence[bool]) -> list[int]:
         """See SteppingEngine. In batches, those that arrived together are answered together."""
         numbers = [next(self.numbers) for _ in requests]
         if self.continuous:
-            for response in map(ResponseInProgress, numbers, requests, streamed):
-                self.continuous.add(response)
+            self.continuous.waiting += map(ResponseInProgress, numbers, requests, streamed)
             return numbers
-        every = list(zip(numbers, requests, strict=True))
-        for first in range(0, len(every), self.batch):
-            batch = dict(every[first : first + self.batch])
-            self.batches.append((set(batch), batch))
+        for first in range(0, len(numbers), self.batch):
+            part = slice(first, first + self.batch)
+            self.batches.append((set(numbers[part]), dict(zip(numbers[part], requests[part], strict=True))))
         return numbers
 
     @torch.no_grad()
@@ -119,10 +112,6 @@ class NativeEngine:
             if type(error) is not ValueError:
                 raise
             return [Progress(number, *NOTHING, error=error) for number in wanted]
-        if len(generations) != len(batch):
-            raise RuntimeError(
-                f"the rollout engine {self.name} gave {len(generations)} responses to {len(batch)} requests"
-            )
         return [
             Progress(number, one.sampled_ids, one.logprobs, one)
             for number, one in zip(batch, generations, strict=True)
@@ -140,13 +129,11 @@ class NativeEngine:
     @torch.no_grad()
     def answer(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer a batch of requests to the end."""
-        contexts = {r.context.tobytes(): r.context for r in requests}
-        index = {key: i for i, key in enumerate(contexts)}
+        contexts, indices = distinct_contexts(requests)
         longest = max(r.sampling.max_new_tokens for r in requests)
-        lengths = [len(context) for context in contexts.values()]
-        cache = Cache(self.model.config, lengths, longest, self.device, self.cache_dtype)
-        logits = self._prefill(list(contexts.values()), cache.prefill)  # [contexts, V]
-        which = torch.tensor([index[r.context.tobytes()] for r in requests], device=self.device)
+        cache = Cache(self.model.config, list(map(len, contexts)), longest, self.device, self.cache_dtype)
+        logits = self._prefill(contexts, cache.prefill)  # [contexts, V]
+        which = torch.tensor(indices, device=self.device)
         cache.map_contexts(which)
 
         def following(live: Sequence[ResponseInProgress], tokens: Tensor, kept: Tensor | None) -> Tensor:
@@ -246,12 +233,9 @@ class NativeEngine:
 
     def _passes(self, contexts: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
         """Yield the contexts in passes of at most `prefill_tokens` tokens; a longer one has a pass to itself."""
-        if self.prefill_tokens is None:
-            yield contexts
-            return
-        group: list[np.ndarray] = []
+        most, group = self.prefill_tokens or math.inf, list[np.ndarray]()
         for context in contexts:
-            if group and sum(map(len, group)) + len(context) > self.prefill_tokens:
+            if group and sum(map(len, group)) + len(context) > most:
                 yield group
                 group = []
             group.append(context)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ptf.data.trajectory import Generation
 from ptf.data.trie import Trie, TrieCursor
 from ptf.model.sampling import Edges, nucleus, restrict
-from ptf.rl.engines.protocol import Request, edges_of
+from ptf.rl.engines.protocol import Progress, Request, edges_of
 
 
 @dataclass(eq=False)
@@ -55,6 +55,11 @@ class ResponseInProgress:
         """Return whether no further token is sampled."""
         return self.finished or len(self.sampled) == self.request.sampling.max_new_tokens
 
+    def progress(self, version: int) -> Progress:
+        """Return what the last token adds to the response."""
+        ids, logprobs = np.array(self.sampled[-1:], np.int32), np.array(self.logprobs[-1:], np.float32)
+        return Progress(self.number, ids, logprobs, self.generation(version) if self.ended else None)
+
     def generation(self, version: int) -> Generation:
         """Return the whole response."""
         return Generation(
@@ -64,6 +69,13 @@ class ResponseInProgress:
             np.full(len(self.sampled), version, np.int32),
             self.finished,
         )
+
+
+def distinct_contexts(requests: Sequence[Request]) -> tuple[list[np.ndarray], list[int]]:
+    """Return the different contexts of requests, and the index of each request's context among them."""
+    contexts = {request.context.tobytes(): request.context for request in requests}
+    index = {key: i for i, key in enumerate(contexts)}
+    return list(contexts.values()), [index[request.context.tobytes()] for request in requests]
 
 
 @functools.lru_cache(maxsize=8)

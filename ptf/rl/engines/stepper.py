@@ -7,11 +7,10 @@ engine without requests is used by its callers alone (to load weights, or to sle
 
 import asyncio
 import contextlib
-import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -56,19 +55,17 @@ class Submission:
 Item = tuple[Submission, Progress | BaseException]  # what is new of which
 
 
-def hand_over(items: Sequence[Item]) -> None:
-    """Let each event loop receive what is new of its submissions, all at once: it is woken once for a step."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Item]] = {}
-    for item in items:
-        by_loop.setdefault(item[0].loop, []).append(item)
-    for loop, mine in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_receive, mine)
-
-
-def _receive(items: Sequence[Item]) -> None:
+def receive(items: Sequence[Item]) -> None:
+    """Let each submission receive what is new of it."""
     for submission, news in items:
         submission.receive(news)
+
+
+def hand_over(items: Sequence[Item]) -> None:
+    """Have each event loop call `receive` with what is new of its submissions: it is woken once for a step."""
+    for loop in {submission.loop for submission, _ in items}:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(receive, [item for item in items if item[0].loop is loop])
 
 
 class Stepper:
@@ -86,8 +83,7 @@ class Stepper:
 
     async def generate(self, request: Request) -> Generation:
         """Return the response to one request. Raises what the engine raises."""
-        *_, whole = [news.generation async for news in self.stream(request, streamed=False)]
-        assert whole is not None
+        *_, whole = [cast("Generation", news.generation) async for news in self.stream(request, streamed=False)]
         return whole
 
     async def stream(self, request: Request, streamed: bool = True) -> AsyncGenerator[Progress]:
@@ -129,8 +125,8 @@ class Stepper:
     @property
     def waiting_requests(self) -> int:
         """Return the number of requests that somebody waits for."""
-        there = itertools.chain(self.arriving, *self.inbox, self.running.values())
-        return sum(not submission.aborted for submission in there)
+        groups = [self.arriving, *self.inbox, self.running.values()]
+        return sum(not submission.aborted for group in groups for submission in group)
 
     def _start(self) -> None:
         with self.changed:

@@ -136,20 +136,16 @@ class VLLMEngine:
             arguments |= unquantised(directory, self._directory / "model")
         with nothing_outlives_it() if tensor > 1 else contextlib.nullcontext():
             self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self.version, self.max_model_len = version, max_model_len
+        self.version, self.max_model_len, self.constrained_decoding = version, max_model_len, constrained_decoding
         self.vocab = self.engine.model_config.get_vocab_size()
         self.unusable: str | None = None
-        self._asleep: set[str] = set()
-        self._weights_follow = False
-        self.adapted = lora_rank is not None
-        self._ids = itertools.count()
-        self._queue: deque[ResponseInProgress] = deque()
+        self._asleep, self._weights_follow, self.adapted = set[str](), False, lora_rank is not None
+        self._ids, self._queue = itertools.count(), deque[ResponseInProgress]()
         self._running: dict[str, ResponseInProgress] = {}
         self.stepper = Stepper(self)
         self._tries: dict[Trie, str] = {}  # each trie's file, for the process that samples
         self._adapted: set[str] | None = None  # the adapter's tensors
         self._adapter: Any = None  # the LoRARequest with which requests are answered
-        self.constrained_decoding = constrained_decoding
 
     async def generate(self, request: Request) -> Generation:
         """See RolloutEngine.
@@ -165,17 +161,16 @@ class VLLMEngine:
         return self.stepper.stream(request)
 
     def _raise_if_unservable(self, request: Request) -> None:
-        self._raise_if_unusable()
-        self._check_context(request.context, self.max_model_len - 1)
+        self._raise_if_unusable(request.context)
         if not (request.sampling.temperature == 0 or 0.01 <= request.sampling.temperature <= 2):
             # below 0.01, vLLM would sample at 0.01
             raise ValueError(f"vLLM samples at a temperature of 0 or 0.01…2, not {request.sampling.temperature}")
 
     def add(self, requests: Sequence[Request], streamed: Sequence[bool]) -> list[int]:
         """See SteppingEngine."""
-        added = [ResponseInProgress(next(self._ids), *each) for each in zip(requests, streamed, strict=True)]
-        self._queue += added
-        return [one.number for one in added]
+        numbers = [next(self._ids) for _ in requests]
+        self._queue += map(ResponseInProgress, numbers, requests, streamed)
+        return numbers
 
     def step(self) -> list[Progress]:
         """See SteppingEngine."""
@@ -191,10 +186,10 @@ class VLLMEngine:
         """See SteppingEngine."""
         self._queue = deque(one for one in self._queue if one.number not in numbers)
         names = [name for name, one in self._running.items() if one.number in numbers]
-        for name in names:
-            del self._running[name]
         if names:
             self.engine.abort_request(names)
+        for name in names:
+            del self._running[name]
 
     def _admit(self) -> list[Progress]:
         """Submit waiting requests to vLLM, oldest first, as long as they are of the kind that is running: greedy or
@@ -263,9 +258,7 @@ class VLLMEngine:
 
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
-        self._raise_if_unusable()
-        for context in tokens:
-            self._check_context(context, self.max_model_len - 1)  # vLLM gives them only if it may add a token
+        self._raise_if_unusable(*tokens)
         # one at a time: vLLM looks up the head's adapter once for each request, not for each token of the prompts
         with self.stepper.exclusively("compute prompt log-probs"):
             if self._adapter:
@@ -273,15 +266,12 @@ class VLLMEngine:
             return self._prompt_logprobs(tokens)
 
     def _prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
-        order = {
-            self._submit(context, temperature=0.0, max_tokens=1, prompt_logprobs=0): i
-            for i, context in enumerate(tokens)
-        }
-        logprobs: dict[int, np.ndarray] = {}
+        names = [self._submit(context, temperature=0.0, max_tokens=1, prompt_logprobs=0) for context in tokens]
+        logprobs: dict[str, np.ndarray] = {}
         while self.engine.has_unfinished_requests():
             outputs: list[Any] = self.engine.step()
-            logprobs |= {order[o.request_id]: np.array(o.prompt_logprobs.logprobs, np.float32) for o in outputs}
-        return [logprobs[i] for i in range(len(tokens))]
+            logprobs |= {one.request_id: np.array(one.prompt_logprobs.logprobs, np.float32) for one in outputs}
+        return [logprobs[name] for name in names]
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""
@@ -351,17 +341,19 @@ class VLLMEngine:
         if not self.engine.reset_prefix_cache():
             raise SyncError("vLLM did not drop its cached prefixes, which belong to the previous weights")
 
-    def _raise_if_unusable(self) -> None:
+    def _raise_if_unusable(self, *contexts: np.ndarray) -> None:
+        """Raise SyncError if the engine generates nothing, ValueError if a context cannot be served."""
         if self.unusable:
             raise SyncError(f"this engine generates nothing: {self.unusable}")
-
-    def _check_context(self, tokens: np.ndarray, limit: int) -> None:
-        if not 1 <= len(tokens) <= limit:
-            raise ValueError(
-                f"{len(tokens)} tokens cannot be served: between 1 and {limit} fit max_model_len {self.max_model_len}"
-            )
-        if tokens.min() < 0 or tokens.max() >= self.vocab:
-            raise ValueError(f"token ids must be in 0…{self.vocab - 1}; found {tokens.min()}…{tokens.max()}")
+        limit = self.max_model_len - 1  # vLLM gives log-probs only if it may add a token
+        for tokens in contexts:
+            if not 1 <= len(tokens) <= limit:
+                raise ValueError(
+                    f"{len(tokens)} tokens cannot be served: between 1 and {limit} fit max_model_len "
+                    f"{self.max_model_len}"
+                )
+            if tokens.min() < 0 or tokens.max() >= self.vocab:
+                raise ValueError(f"token ids must be in 0…{self.vocab - 1}; found {tokens.min()}…{tokens.max()}")
 
 
 def _model_arguments(directory: Path, seed: int, dtype: str, max_model_len: int) -> dict[str, Any]:
@@ -424,9 +416,8 @@ def max_lora_rank(rank: int, directory: Path, dtype: str) -> int:
         "adapters of fp32 on a GPU": not on_cpu() and dtype == "float32",
         "adapters of experts on a CPU": on_cpu() and experts,
     }
-    for fault, present in faults.items():
-        if present:
-            raise UserError(f"rollout.lora_sync: vllm cannot serve {fault}; use merged")
+    if found := [fault for fault, present in faults.items() if present]:
+        raise UserError(f"rollout.lora_sync: vllm cannot serve {found[0]}; use merged")
     return next(supported for supported in LORA_RANKS if supported >= rank)
 
 
@@ -443,18 +434,14 @@ class Restriction:
         for token in sampled[self.length :]:
             self.walk.follow(token)
         self.length = len(sampled)
-        if self.walk.state == OVER:
-            return logits
-        allowed = self.walk.allowed()
-        kept = logits[allowed]
-        logits.fill_(-float("inf"))
-        logits[allowed] = kept
+        if self.walk.state != OVER:
+            allowed = self.walk.allowed()
+            kept = logits[allowed]
+            logits.fill_(-float("inf"))[allowed] = kept
         return logits
 
 
-@functools.lru_cache(maxsize=8)
-def _trie(path: str) -> Trie:
-    return Trie.load(path)
+_trie = functools.lru_cache(maxsize=8)(Trie.load)
 
 
 @functools.cache
@@ -495,22 +482,17 @@ def import_model(directory: Path) -> None:
 
 
 def _parameters(request: Request, max_model_len: int) -> dict[str, Any]:
-    sampling = request.sampling
+    sampling, seed = request.sampling, request.seed
+    if request.offset:  # the later parts of a response cannot go on with its draws
+        seed = int(np.random.SeedSequence([seed, request.offset]).generate_state(1, np.uint32)[0])
     return {
         "temperature": sampling.temperature,
         "stop_token_ids": list(sampling.stop),
         "logprobs": 0,
-        "seed": _seed_of_part(request) if sampling.temperature else None,
+        "seed": seed if sampling.temperature else None,
         "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.context)),
         "top_p": sampling.top_p if sampling.temperature else 1.0,
     }
-
-
-def _seed_of_part(request: Request) -> int:
-    """Return the seed of a request; the later parts of a response, which cannot go on with its draws, have others."""
-    if not request.offset:
-        return request.seed
-    return int(np.random.SeedSequence([request.seed, request.offset]).generate_state(1, np.uint32)[0])
 
 
 @dataclass(frozen=True)
@@ -551,9 +533,8 @@ def unquantised(directory: Path, without: Path) -> dict[str, Any]:
     A policy sends values and not packed blocks, which a quantised layer could not take. The model is made by a copy of
     config.json without the quantisation, in the directory `without`, and with random weights.
     """
-    config = model_files.read_config(directory)
     without.mkdir(parents=True)
-    kept = {key: value for key, value in config.items() if key != "quantization_config"}
+    kept = {key: value for key, value in model_files.read_config(directory).items() if key != "quantization_config"}
     (without / "config.json").write_text(json.dumps(kept))
     return {"model": str(without), "load_format": "dummy"}
 

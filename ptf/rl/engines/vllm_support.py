@@ -35,13 +35,6 @@ class Build(NamedTuple):
     version: str
 
 
-class Verdict(NamedTuple):
-    """Why vLLM must not serve a model, if it must not, and otherwise what is to be said of it."""
-
-    refusal: str = ""
-    note: str = ""
-
-
 TORCHVISION = Fault("its module needs torchvision, which cannot be installed beside the CPU build", loads=False)
 FP32_STATES = Fault("its kernel of linear attention computes in bf16 alone")
 FP32_SINKS = Fault("its kernel of attention has sinks in bf16 alone")
@@ -104,8 +97,9 @@ def installed_build() -> Build | None:
     return None
 
 
-def verdict_on(config: Mapping[str, Any], precision: str, build: Build | None, *, synced: bool) -> Verdict:
-    """Return what is known of a model with this config.json in vLLM. `synced` is whether it gets new weights."""
+def verdict_on(config: Mapping[str, Any], precision: str, build: Build | None, *, synced: bool) -> tuple[str, str]:
+    """Return why vLLM must not serve a model with this config.json, and otherwise what is to be said of it; both may be
+    empty. `synced` is whether it gets new weights."""
     kind = str(config.get("model_type"))
     fault = WRONG.get(kind, {}).get(precision)
     text = config.get("text_config") or {}
@@ -113,25 +107,23 @@ def verdict_on(config: Mapping[str, Any], precision: str, build: Build | None, *
         if config.get(key, text.get(key)) is value and (fault is None or fault.cpu_only or fault.synced_only):
             fault = Fault(f"its model class has no {what}", cpu_only=False)
     if fault is None or (fault.synced_only and not synced):
-        return Verdict()
+        return "", ""
     if fault.cpu_only and not (build and build.cpu):
-        return Verdict()  # no vLLM here, or one for GPUs, of which nothing was measured
+        return "", ""  # no vLLM here, or one for GPUs, of which nothing was measured
     what = f"vLLM does not serve {kind} in {precision} rightly: {fault.what}"
     if build is None or build.version == MEASURED_ON or not fault.loads:
-        return Verdict(f"{what} (measured on vLLM {MEASURED_ON})")
-    return Verdict(
-        "", f"{what}; that was measured on vLLM {MEASURED_ON}, {build.version} is installed and was not tested"
-    )
+        return f"{what} (measured on vLLM {MEASURED_ON})", ""
+    return "", f"{what}; that was measured on vLLM {MEASURED_ON}, {build.version} is installed and was not tested"
 
 
 def raise_if_wrong(key: str, config: Mapping[str, Any], precision: str, *, synced: bool) -> None:
     """Raise UserError if vLLM must not serve a model, which the key has it do. Print what else is to be said."""
-    verdict = verdict_on(config, precision, installed_build(), synced=synced)
-    if verdict.refusal:
+    refusal, note = verdict_on(config, precision, installed_build(), synced=synced)
+    if refusal:
         between = " " if key.startswith("--") else ": "  # a flag, or a key of a config
-        raise UserError(f"{key}: {verdict.refusal}; use {key}{between}native")
-    if verdict.note:
-        print(f"{key}: {verdict.note}", flush=True)
+        raise UserError(f"{key}: {refusal}; use {key}{between}native")
+    if note:
+        print(f"{key}: {note}", flush=True)
 
 
 def config_of(directory: str | Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ptf.config import Plugin
 from ptf.data.trajectory import is_reward
-from ptf.rl.worker_messages import Fault, Gone, Lost
+from ptf.rl.worker_messages import Fault, Interrupted
 from ptf.rl.worker_process import WorkerProcess
 
 Message = Mapping[str, Any]  # role, content, tool_calls, … as chat templates take them
@@ -132,12 +132,10 @@ class Environments:
         alone = False
         while True:
             reply = await self._ask_once(state, question, alone)
-            if isinstance(reply, Fault) and reply.crowded and not alone:
-                reply = Lost(suspect=True)
-            if isinstance(reply, Lost) and losses < MOST_LOSSES:  # it is not known to be at fault
+            if isinstance(reply, Interrupted) and losses < MOST_LOSSES:  # it is not known to be at fault
                 state.present, alone, losses = False, alone or reply.suspect, losses + 1
                 continue
-            if isinstance(reply, Lost):
+            if isinstance(reply, Interrupted):
                 reply = Fault(f"its process ended {losses} times")
             if not isinstance(reply, Fault):
                 state.asked.append((question, reply))
@@ -152,15 +150,14 @@ class Environments:
             self.retried += 1
 
     async def _ask_once(self, state: EpisodeState, question: tuple, alone: bool) -> Any:
-        """Return the reply, a Fault, or Lost; the environment is replayed first if it does not exist."""
+        """Return the reply, a Fault, or Interrupted; the environment is replayed first if it does not exist."""
 
         async def ask(question: tuple) -> Any:
-            reply = await asyncio.wrap_future(state.process.ask(question, alone=alone))
-            return Lost(suspect=False) if isinstance(reply, Gone) else reply  # it died between two questions
+            return await asyncio.wrap_future(state.process.ask(question, alone=alone))
 
         for earlier, before in [] if state.present else state.asked:
             reply = await ask(earlier)
-            if isinstance(reply, Fault | Lost):
+            if isinstance(reply, Fault | Interrupted):
                 return reply
             if repr(reply) != repr(before):
                 return Fault(
@@ -169,7 +166,7 @@ class Environments:
                 )
         state.present = bool(state.asked)  # now, so that an episode which is cancelled meanwhile ends its environment
         reply = await ask(question)
-        if isinstance(reply, Fault | Lost):
+        if isinstance(reply, Fault | Interrupted):
             return reply
         state.present = True
         return checked_reset(reply) if question[0] == "reset" else checked_step(reply)

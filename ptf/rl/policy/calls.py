@@ -119,8 +119,7 @@ class CallHistory:
 
     def add(self, call: Call) -> None:
         """Add a call whose response the client has."""
-        if any(call in calls for calls in self.lost):
-            self._regain(call)
+        self._regain(call)
         if call.received:
             return
         call.received = True
@@ -143,12 +142,12 @@ class CallHistory:
         return True
 
     def _regain(self, call: Call) -> None:
-        """Count a lost response as received, because the client has sent it back."""
-        together = next(calls for calls in self.lost if call in calls)
-        self.lost.remove(together)
-        for one in together:
-            one.received = True
-            self.calls.append(one)
+        """If a response counts as lost, count it as received, because the client has sent it back."""
+        for together in [calls for calls in self.lost if call in calls]:
+            self.lost.remove(together)
+            for one in together:
+                one.received = True
+            self.calls += together
 
     def context(
         self, messages: Sequence[Message], tools: Any = None, arguments: Mapping[str, Any] | None = None
@@ -164,11 +163,11 @@ class CallHistory:
         call = self.longest(text)
         last = known[max(known)] if known else None
         if last is not None and not _is_same(call, last):  # the last known response is shown in another form
-            other = None
+            other = ""
             with contextlib.suppress(UserError):  # harmony's template refuses channels in a message's content
                 other = self._spliced(messages, render, known)
-            continued = self.longest(other) if other is not None else None
-            if other is not None and _is_same(continued, last):
+            continued = self.longest(other)
+            if _is_same(continued, last):
                 text, call = other, continued
                 self.history_restored += 1
             else:
@@ -195,40 +194,35 @@ class CallHistory:
 
     def _known(self, messages: Sequence[Message], tools: Any) -> dict[int, Call]:
         """Return the calls that gave the responses of a conversation, by the responses' places."""
-        if not self.by_path:
-            return {}
         known = dict[int, Call]()
-        for i, key in enumerate(path_keys(messages, tools)):
+        for i, key in enumerate(path_keys(messages, tools) if self.by_path else ()):
             calls = self.by_path.get(key, ())
             # those that a client would not have written itself
             lost = [c for c in calls if not c.received and (c.text.strip() or c.message.get("tool_calls"))]
             if lost and not any(call.received for call in calls):
                 self._regain(lost[-1])
-            received = [call for call in calls if call.received]
-            if received:
+            if received := [call for call in calls if call.received]:
                 known[i] = max(received, key=lambda call: call.number)
         return known
 
-    def _spliced(
-        self, messages: Sequence[Message], render: Callable[..., str], known: Mapping[int, Call]
-    ) -> str | None:
-        """Return the conversation's text with the known responses as they were sampled; None if the template would not
+    def _spliced(self, messages: Sequence[Message], render: Callable[..., str], known: Mapping[int, Call]) -> str:
+        """Return the conversation's text with the known responses as they were sampled; empty if the template would not
         show them so: it drops their thinking, or changes what stands around them. Raises UserError if it refuses
         them."""
+
+        def rendered(contents: Mapping[int, str]) -> str:
+            changed = {i: {"role": "assistant", "content": content} for i, content in contents.items()}
+            return render([changed.get(i, message) for i, message in enumerate(messages)])
+
         texts = {i: shown(call, self.tokenizer) for i, call in known.items()}
-        whole = [{"role": "assistant", "content": texts[i]} if i in texts else m for i, m in enumerate(messages)]
-        text = render(whole)
+        text = rendered(texts)
         if _is_same(self.longest(text), known[max(known)]):
             return text
-        if any(THINKING_ENDS in text for text in texts.values()):  # which templates drop on purpose
-            return None
         marks = {i: SENTINEL.format(i) for i in texts}
-        marked = [{"role": "assistant", "content": marks[i]} if i in marks else m for i, m in enumerate(messages)]
-        text = render(marked)
+        # templates drop thinking on purpose
+        text = "" if any(THINKING_ENDS in text for text in texts.values()) else rendered(marks)
         for i, mark in marks.items():
-            if text.count(mark) != 1:
-                return None
-            text = text.replace(mark, texts[i])
+            text = text.replace(mark, texts[i]) if text.count(mark) == 1 else ""
         return text
 
 

@@ -29,6 +29,7 @@ Bucket = list[tuple[str, Tensor]]
 Buckets = Iterable[Bucket]
 
 MEAN, SHARE, LARGEST = "logprob_diff_mean", "logprob_diff_share", "logprob_diff_max"  # metrics of recipes and steps
+SAMPLED_TOKENS = "the engine's and the trainer's log-probs of the sampled tokens"
 # of log-probs that differ, for messages
 LIKELY_CAUSES = (
     "Either the engine computes otherwise, for example with another precision or attention kernel, or it did not load "
@@ -71,7 +72,8 @@ def checksum(data: Tensor) -> int:
     whole = len(data) // 8 * 8
     total, step = 0, 8 * WORDS[data.device.type == "cuda"]
     for start in range(0, whole, step):
-        words = _words(data[start : min(start + step, whole)])
+        part = data[start : min(start + step, whole)]
+        words = (part if part.storage_offset() % 8 == 0 else part.clone()).view(torch.int64)
         mixed = words >> 32
         mixed.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words).mul_(-0x40A7B892E31B1A47)  # 0xBF58476D1CE4E5B9
         mixed ^= (mixed >> 29).bitwise_and_((1 << 35) - 1)
@@ -86,10 +88,6 @@ def checksum(data: Tensor) -> int:
 
 
 WORDS = {False: 1 << 15, True: 1 << 23}  # in one part: on a CPU 256 KiB, which its cache holds; on a GPU 64 MiB
-
-
-def _words(data: Tensor) -> Tensor:
-    return (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import torch
 
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES
-from ptf.rl.engines.slot_cache import SlotCache
+from ptf.rl.engines.continuous_batch import SlotCache
 from tests.model.leakage import WRAPPERS
 from tests.model.test_attention import model_of
 from tests.rl.engines.test_kv_cache import logits, packed

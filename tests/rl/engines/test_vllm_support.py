@@ -132,7 +132,7 @@ def test_a_setting_that_its_model_class_lacks_is_refused(tmp_path, here, capsys)
 )
 def test_settings_are_refused_on_every_build(kind, config, wrong):
     for build in (GPU, None):
-        assert bool(verdict_on({"model_type": kind, **config}, "bf16", build, synced=False).refusal) == wrong
+        assert bool(verdict_on({"model_type": kind, **config}, "bf16", build, synced=False)[0]) == wrong
 
 
 def test_another_version_is_said_not_to_be_measured_unless_the_family_does_not_load(tmp_path, here, capsys):
@@ -146,9 +146,9 @@ def test_another_version_is_said_not_to_be_measured_unless_the_family_does_not_l
 
 def test_faults_of_the_cpu_build_are_not_those_of_another():
     for build in (GPU, None):
-        assert not verdict_on({"model_type": "qwen3_5_text"}, "bf16", build, synced=True).refusal
-        assert verdict_on({"model_type": "gpt_oss"}, "bf16", build, synced=True).refusal
-        assert not verdict_on({"model_type": "gpt_oss"}, "bf16", build, synced=False).refusal
+        assert not verdict_on({"model_type": "qwen3_5_text"}, "bf16", build, synced=True)[0]
+        assert verdict_on({"model_type": "gpt_oss"}, "bf16", build, synced=True)[0]
+        assert not verdict_on({"model_type": "gpt_oss"}, "bf16", build, synced=False)[0]
 
 
 def test_auto_is_native_where_vllm_is_wrong(tmp_path):
