@@ -104,13 +104,25 @@ class Controller:
             self.saver.commit_if_written()
             if self.step == first:
                 print(f"step {first}, its phases:\n{phase_table(self.cluster.table)}", flush=True)
-            self._save_if_due()
+            self.save_if_due()
 
-    def _save_if_due(self) -> None:
-        """Begin to write a checkpoint where one is due. Raises Stopped after a request to stop."""
+    def save_if_due(self) -> None:
+        """Begin to write a checkpoint of the finished step, where one is due. Raises Stopped after a request to
+        stop."""
         leaving = is_asked_to_stop(self.online.run)
         if self.saves.due(self.step) or leaving:
-            self.save()
+            state = {
+                "prompts": self.prompts.state_dict(),
+                "canary": self.canary,
+                "stops": list(self.online.tokenizer.stop_ids),
+                "skipped": self.skipped,
+                **self.rollouts.state(),
+            }
+            rows = self.track.lines.state
+            manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": rows}
+            if self.samples.lines:
+                manifest["samples"] = self.samples.lines.state
+            self.saver.begin(self.step, state, manifest)
         if leaving or self.step == self.steps:
             self.saver.wait()
         if leaving and self.step < self.steps:
@@ -280,20 +292,6 @@ class Controller:
         if rollout_s := phases.get("rollout", 0.0) + phases.get("update_slices", 0.0):
             speed["rollout_tokens_per_s"] = metrics["sampled_tokens"] / rollout_s
         self.track.log(self.step, metrics | speed | seconds | memory)
-
-    def save(self) -> None:
-        """Begin to write a checkpoint of the finished step."""
-        state = {
-            "prompts": self.prompts.state_dict(),
-            "canary": self.canary,
-            "stops": list(self.online.tokenizer.stop_ids),
-            "skipped": self.skipped,
-            **self.rollouts.state(),
-        }
-        manifest = {"job": dump(self.job), "metrics": {}, "made_with": self.made_with, "rows": self.track.lines.state}
-        if self.samples.lines:
-            manifest["samples"] = self.samples.lines.state
-        self.saver.begin(self.step, state, manifest)
 
     def _restore(self) -> tuple[int, Mapping[str, Any]]:
         """Load the newest checkpoint. Return its step and manifest; (0, {}) if there is none."""

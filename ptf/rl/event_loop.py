@@ -1,9 +1,10 @@
 """An event loop that synchronous code runs coroutines in, also where one runs already, as in a notebook."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -12,7 +13,6 @@ class EventLoop:
     """Runs one coroutine after another in a loop of its own; tasks that they began go on when the next one runs.
 
     In a thread whose event loop is running, such as a notebook's, or with `own_thread`, they run in a thread beside it.
-    Leaving the context cancels what has not ended.
     """
 
     def __init__(self, *, own_thread: bool = False) -> None:
@@ -42,16 +42,10 @@ class EventLoop:
         self._thread.submit(self._runner.close).result()
         self._thread.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return what a coroutine returns, after an event loop of its own ran it."""
-    with EventLoop() as loop:
+    with contextlib.closing(EventLoop()) as loop:
         return loop.run(coroutine)
 
 

@@ -38,6 +38,7 @@ class OnlineJob:
     """A job, and what is made of its config and its files."""
 
     job: Job  # with `rollout.lora_sync` settled
+    rollout: RolloutConfig  # the section of the job, which an online job has
     run: Path
     recipe: Recipe
     start: StartingModel  # whose directory has weights
@@ -48,11 +49,6 @@ class OnlineJob:
     trie: Trie | None  # the allowed responses; None: any
     limits: LogprobLimits
     made_with: dict[str, Any]  # the fingerprints that a resume compares
-
-    @property
-    def rollout(self) -> RolloutConfig:
-        """The section of the job, which an online job has."""
-        return cast("RolloutConfig", self.job.rollout)
 
     @classmethod
     def of(cls, job: Job, run: Path) -> "OnlineJob":
@@ -73,8 +69,10 @@ class OnlineJob:
         if text := sizes.beyond(job.data.seq_len):
             print(f"a response's context of {text}", flush=True)
         experts = sizes.moe is not None
+        job = with_lora_sync(job, computes_on_gpu(job.compute), experts)
         return cls(
-            with_lora_sync(job, computes_on_gpu(job.compute), experts),
+            job,
+            cast("RolloutConfig", job.rollout),
             run,
             recipe,
             start,

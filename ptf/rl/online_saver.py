@@ -43,7 +43,7 @@ class OnlineSaver:
         path, writing = self.saves.begin(step), dict[str, int]()
         for directory, role in self.roles.items():
             with self.cluster.phase(role, "save"):
-                writing[directory] = role.call("save", _joined(path, directory), self.timeout_s)
+                writing[directory] = role.call("save", f"{path}/{directory}".rstrip("/"), self.timeout_s)
         entries = {CONTROLLER_FILE: checkpoint.save_host(f"{path}/{CONTROLLER_FILE}", state)}
         self.unfinished = Unfinished(step, manifest, entries, writing)
 
@@ -61,7 +61,7 @@ class OnlineSaver:
             left = max(0.0, deadline - time.monotonic())
             entries = self._part(unfinished, directory, min(left, CALL_S))
             if entries is not None:
-                unfinished.entries |= {_joined(directory, name): entry for name, entry in entries.items()}
+                unfinished.entries |= {f"{directory}/{name}".lstrip("/"): entry for name, entry in entries.items()}
                 del unfinished.writing[directory]
             elif left == 0.0:
                 return False
@@ -107,7 +107,3 @@ class OnlineSaver:
             why = str(error)
         if why:
             print(f"the checkpoint of step {unfinished.step} is lost: {why}", flush=True)
-
-
-def _joined(*parts: str) -> str:
-    return "/".join(part for part in parts if part)

@@ -5,6 +5,7 @@ response's number, not on the worker that generates it.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class Sampler:
         self.seed = settings.engine.seed
         self.tokenizer = Tokenizer.load(settings.tokenizer)
         self.rollout_functions = RolloutFunctions(self.tokenizer, rollout)
+        self.close = self.rollout_functions.close  # ends the processes of the environments and of the harness
         self.episode_timeout_s = rollout.episode_timeout_s or (600.0 if rollout.harness else None)
         try:
             self.engine = settings.engine.start(world)
@@ -136,7 +138,7 @@ class Sampler:
         async def next_ended() -> list[tuple[int, Trajectory]] | None:
             return await asyncio.wait_for(anext(running, None), max(0.0, until - time.monotonic()))
 
-        with EventLoop() as loop:
+        with contextlib.closing(EventLoop()) as loop:
             left = len(episodes)
             try:
                 while (ended := loop.run(next_ended())) is not None:
@@ -150,7 +152,7 @@ class Sampler:
                     "(compute.timeout_s): a step has too many responses or they are too long"
                     f"{', or rollout.reward_processes is too low' if environments else ''}"
                 ) from None
-        # leaving the loop cancels unfinished episodes, and closes `running`
+        # closing the loop cancels unfinished episodes, and closes `running`
 
     @summed_broadcast
     def take_retries(self) -> int:
@@ -189,10 +191,6 @@ class Sampler:
         """Let the engine know that new weights come before it generates again."""
         if expect := getattr(self.engine, "expect_weights", None):  # which not every engine has a use for
             expect()
-
-    def close(self) -> None:
-        """End the processes of the environments and of the harness."""
-        self.rollout_functions.close()
 
     @broadcast
     def offload(self) -> None:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import TypeVar
 
 import pytest
@@ -47,9 +48,9 @@ def test_without_a_running_loop_coroutines_are_in_the_callers_thread() -> None:
     async def where() -> int:
         return threading.get_ident()
 
-    with EventLoop() as loop:
+    with closing(EventLoop()) as loop:
         assert loop.run(where()) == run_coroutine(where()) == threading.get_ident()
-    with EventLoop(own_thread=True) as loop:
+    with closing(EventLoop(own_thread=True)) as loop:
         assert loop.run(where()) != threading.get_ident()
 
 
@@ -79,7 +80,7 @@ def test_tasks_wait_between_runs_and_are_cancelled_at_the_end(where: Callable) -
 
     def cell() -> None:
         threads = threading.active_count()
-        with EventLoop() as loop:
+        with closing(EventLoop()) as loop:
             task = loop.run(begin())
             time.sleep(0.05)
             assert said == []  # nothing runs between two calls

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -257,17 +258,13 @@ class NativeEngine:
     @torch.no_grad()
     def prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         """See RolloutEngine."""
-        return [logprobs for group in self._passes(tokens) for logprobs in self._prompt_logprobs(group)]
-
-    def _prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-        batch = self._packed(tokens)
-
-        def head_fn(x, head):
-            return token_logprobs(x, head, **sampled_from(batch)).logprobs
-
-        values = self.model(batch.tokens, batch.positions, batch.segments, head_fn)[0].cpu().numpy()
-        starts = np.cumsum([0, *batch.lengths])
-        return (values[a : b - 1] for a, b in itertools.pairwise(starts))
+        found = list[np.ndarray]()
+        for group in self._passes(tokens):
+            batch = self._packed(group)
+            head_fn = partial(token_logprobs, **sampled_from(batch))
+            values = self.model(batch.tokens, batch.positions, batch.segments, head_fn).logprobs[0].cpu().numpy()
+            found += [values[end - n : end - 1] for n, end in zip(batch.lengths, np.cumsum(batch.lengths), strict=True)]
+        return found
 
     def load_weights(self, buckets: Buckets, manifest: Manifest) -> Receipt:
         """See RolloutEngine."""

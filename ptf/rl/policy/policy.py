@@ -59,12 +59,7 @@ class Policy:
     def begin_again(self) -> None:
         """Forget all calls: the next ones have the seeds of the first."""
         self.history = CallHistory(self.tokenizer, row_arguments(self.prompt.row), self.limits.max_length)
-        self.numbers = itertools.count()
-
-    @property
-    def calls(self) -> list[Call]:
-        """Return the calls so far."""
-        return self.history.calls
+        self.calls, self.numbers = self.history.calls, itertools.count()
 
     @property
     def seed(self) -> int:
