@@ -16,13 +16,12 @@ from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.errors import UserError, full_text
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.engines.protocol import Request, Sampling
-from ptf.rl.episodes import Episode, play_episode
+from ptf.rl.episodes import Episode, RolloutFunctions, play_episode
 from ptf.rl.flight_ledger import LEDGER_FILE, FlightLedger
 from ptf.rl.in_flight import Ask, InFlight
 from ptf.rl.online_job import OnlineJob
 from ptf.rl.policy.policy import Limits
 from ptf.rl.rewards.scoring import GroupScoring, mark_without_result
-from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.rollouts import Rollouts
 from ptf.rl.sampler import seed_of
 

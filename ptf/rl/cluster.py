@@ -182,6 +182,7 @@ class Cluster(ABC):
 
     def __init__(self, pools: Sequence[Pool], gpu: bool) -> None:
         self.pools, self.gpu = pools, gpu  # gpu: whether the roles have GPUs
+        self.offloading = {pool.name for pool in pools if gpu or pool.disk}  # whose waiting roles free their memory
         self.loaded: dict[str, Any] = {}  # pool → the group that uses its devices
         self.table: list[PhaseRecord] = []
         self.closing = contextlib.ExitStack()  # what ends the groups and their processes
@@ -213,14 +214,10 @@ class Cluster(ABC):
                 return pool
         raise UserError(f"compute.pools: role {role} is in none of {', '.join(map(str, self.pools))}")
 
-    def offloads(self, pool: Pool) -> bool:
-        """Return whether waiting roles of this pool free their memory."""
-        return self.gpu or pool.disk
-
     def free(self, pool: Pool) -> dict[str, float]:
         """Offload the role that uses the pool. Return its name and the GiB that it still uses."""
         group = self.loaded.pop(pool.name, None)
-        if group is None or not self.offloads(pool):
+        if group is None or pool.name not in self.offloading:
             return {}
         group.call("offload")
         return {group.spec.name: group.call("peak_memory_gib")}
@@ -235,7 +232,7 @@ class Cluster(ABC):
         pool, offloaded = self.pool(group.spec.name), dict[str, float]()
         if self.loaded.get(pool.name) is not group:
             offloaded = self.free(pool)
-            if self.offloads(pool):
+            if pool.name in self.offloading:
                 group.call("onload")
             self.loaded[pool.name] = group
         try:
@@ -259,7 +256,7 @@ class Cluster(ABC):
             if holder is not second:
                 if holder is not first:
                     self.free(pool)
-                if self.offloads(pool):
+                if pool.name in self.offloading:
                     second.call("onload")
             yield
         if self.loaded.get(pool.name) is first:

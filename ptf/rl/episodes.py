@@ -11,12 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ptf.config.plugin import own_copy
+from ptf.config import plugin
+from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Trajectory
 from ptf.errors import UserError, full_text
-from ptf.rl.engines.generation_checks import answered, streamed
-from ptf.rl.engines.protocol import GeneratingEngine, Request, StreamingEngine
+from ptf.rl.endpoint.harness_rollout import HarnessRollout
+from ptf.rl.engines.protocol import GeneratingEngine, Request, StreamingEngine, answered, streamed
+from ptf.rl.environments.protocol import Environments
+from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.policy.calls import Context
 from ptf.rl.policy.policy import Generate, Limits, Policy, Stream
 
@@ -27,6 +30,43 @@ async def one_response(prompt: Prompt, policy: Policy) -> Trajectory:
     """Play an episode of one response to the prompt's tokens; `rollout.reward` scores it."""
     await policy.generate(Context(prompt.tokens, ""))
     return policy.trajectory()
+
+
+class RolloutFunctions:
+    """What plays the episodes of each source."""
+
+    def __init__(self, tokenizer: Tokenizer, config: RolloutConfig) -> None:
+        self.by_source: dict[str, RolloutFunction] = {}  # the one of all sources has the name ""
+        self.environments: list[Environments] = []  # whose processes start when they are first used
+        for source, what in config.environment.items():
+            environments = Environments(
+                what.plugin,
+                processes=config.reward_processes,
+                timeout_s=config.reward_timeout_s,
+                retries=config.reward_retries,
+            )
+            self.environments.append(environments)
+            self.by_source[source] = EnvironmentRollout(environments, config.max_turns, what.weight)
+        if config.play:
+            self.by_source[""] = plugin.bind(config.play)
+        if config.harness:
+            self.by_source[""] = HarnessRollout(config.harness, tokenizer)
+
+    def of(self, source: str) -> RolloutFunction:
+        """Return what plays the episodes of a source."""
+        return self.by_source.get(source, self.by_source.get("", one_response))
+
+    def take_retries(self) -> int:
+        """Return the number of requests to environments that were retried since the last call."""
+        return sum(environments.take_retries() for environments in self.environments)
+
+    def close(self) -> None:
+        """End the processes of the environments and of the harness."""
+        for environments in self.environments:
+            environments.close()
+        for function in self.by_source.values():
+            if isinstance(function, HarnessRollout):
+                function.close()
 
 
 @dataclass(frozen=True)
@@ -149,7 +189,7 @@ async def play_episode(episode: Episode, generate: Generate, version: int, strea
 
     The rollout function has a copy of the prompt, which it may change; the trajectory has the prompt itself.
     """
-    prompt = episode.prompt if episode.rollout_function is one_response else own_copy(episode.prompt)
+    prompt = episode.prompt if episode.rollout_function is one_response else plugin.own_copy(episode.prompt)
     policy = Policy(prompt, episode.limits, episode.tokenizer, episode.seed_of, generate, version, stream)
     deadline = asyncio.timeout(episode.timeout_s)
     try:

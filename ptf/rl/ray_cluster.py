@@ -37,10 +37,6 @@ class RoleRank(RankWorker):
         self.role = spec.cls(world, spec.settings)
         return f"{world.device} (pid {os.getpid()})"
 
-    def visible_devices(self) -> str:
-        """Return the GPUs that this process may use."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
-
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the role."""
         return getattr(self.role, method)(*args)

@@ -5,6 +5,7 @@ Results that arrived from a replica before it was lost are kept. Its replacement
 weights) and then computes the missing results.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -172,7 +173,7 @@ class Replicas:
             raise RuntimeError(f"{self.spec.name} is closed")
         size, visible = self.spec.mesh.model, list[str]()
         if size > 1:  # the first process holds the role, which uses the devices of all
-            visible = gang.invoke("visible_devices", [()] * size, doing="looking for devices")
+            visible = gang.execute(os.getenv, [("CUDA_VISIBLE_DEVICES", "")] * size)
         arguments = (self.spec, self.device, gang.timeout_s, ",".join(filter(None, visible)))
         return gang.invoke("build", [arguments], doing=f"building {self.spec.cls.__name__}")[0]
 

@@ -31,12 +31,10 @@ from ptf.rl.cluster import (
     unreplayable_broadcast,
 )
 from ptf.rl.engine_settings import EngineSettings
-from ptf.rl.engines.generation_checks import answered
-from ptf.rl.engines.protocol import Request, Sampling
-from ptf.rl.episodes import Episode, run_episodes
+from ptf.rl.engines.protocol import Request, Sampling, answered
+from ptf.rl.episodes import Episode, RolloutFunctions, run_episodes
 from ptf.rl.event_loop import EventLoop, run_coroutine
 from ptf.rl.policy.policy import Limits
-from ptf.rl.rollout_functions import RolloutFunctions
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import Buckets, LogprobDifference, Manifest, Receipt, SyncError
 

@@ -22,7 +22,7 @@ from ptf.rl.endpoint.http_server import Handle
 from ptf.rl.endpoint.request_exchange import Exchange, raise_if_not_one_by_one
 from ptf.rl.endpoint.response_form import answered
 from ptf.rl.endpoint.responses import ResponsesRequest
-from ptf.rl.engines import generation_checks
+from ptf.rl.engines import protocol
 from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.policy.policy import Limits, NoRoom, Policy
@@ -132,10 +132,10 @@ class ResponseService:
         return Sampling(chat.max_tokens or self.max_new_tokens, temperature, self.tokenizer.stop_ids, top_p)
 
     async def _generate(self, request: Request) -> Generation:
-        return await generation_checks.answered(self.engine, request, None)
+        return await protocol.answered(self.engine, request, None)
 
     def _stream(self, request: Request) -> AsyncGenerator[Progress]:
-        return generation_checks.streamed(self.engine, request, None)
+        return protocol.streamed(self.engine, request, None)
 
 
 def _wait_for_last_step(stepper: Stepper) -> None:

@@ -28,7 +28,7 @@ def calls() -> list[str]:
 
 def schedule(*roles: tuple[str, ...]) -> LocalCluster:
     cluster = LocalCluster(World(), [Pool(f"pool {n}", frozenset(of), (1,)) for n, of in enumerate(roles)])
-    cluster.gpu = True
+    cluster.offloading = {pool.name for pool in cluster.pools}  # as with GPUs
     return cluster
 
 

@@ -19,8 +19,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, group_into_documents, samples_of
 from ptf.errors import UserError
 from ptf.recipes.grpo.recipe import GRPO
-from ptf.rl.engines.generation_checks import EngineFault
-from ptf.rl.engines.protocol import Sampling
+from ptf.rl.engines.protocol import EngineFault, Sampling
 from ptf.rl.environments.protocol import Environments, StepResult
 from ptf.rl.environments.rollout import EnvironmentRollout
 from ptf.rl.episodes import Episode, one_response, run_all, run_episodes

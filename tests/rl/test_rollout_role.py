@@ -8,7 +8,7 @@ import yaml
 
 from ptf.config import Job, loads
 from ptf.errors import UserError
-from ptf.rl.rollout_functions import RolloutFunctions
+from ptf.rl.episodes import RolloutFunctions
 from ptf.rl.rollout_role import sampler_spec
 from ptf.rl.sampler import SamplerSettings
 from ptf.tasks.tiny import write_model

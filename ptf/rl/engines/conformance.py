@@ -26,9 +26,8 @@ from ptf.data.trie import Trie
 from ptf.model import model_writer
 from ptf.model.sampling import ROUNDING, nucleus, restrict
 from ptf.rl.engine_settings import EngineSettings
-from ptf.rl.engines.generation_checks import generation_errors
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling, edges_of, generate_all
+from ptf.rl.engines.protocol import Request, RolloutEngine, Sampling, edges_of, generate_all, generation_errors
 from ptf.rl.weights.stored import write_buckets
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, manifest_of
 from ptf.train.trainer import load_model
