@@ -29,7 +29,7 @@ from ptf.config import Plugin  # noqa: E402
 from ptf.rl.environments.protocol import EnvironmentFault, Environments, StepResult  # noqa: E402
 from ptf.rl.rewards.calls import Response  # noqa: E402
 from ptf.rl.rewards.scoring import RewardWorkers  # noqa: E402
-from ptf.rl.worker_process import Call  # noqa: E402
+from ptf.rl.worker_process import QueuedCall  # noqa: E402
 
 CALLS, CALL_S, LIMIT_S = 32, 0.25, 3.0
 AIM_S, DELAY_S = 0.6, 0.1
@@ -88,7 +88,7 @@ def of_plugin(plugin: Plugin) -> Runner:
 
     def run(texts: list[str]) -> list[float]:
         began, ends = time.monotonic(), [0.0] * len(texts)
-        calls = [Call((Response({"prompt": "?"}, text),)) for text in texts]
+        calls = [QueuedCall((Response({"prompt": "?"}, text),)) for text in texts]
         for i, call in enumerate(calls):
             call.future.add_done_callback(lambda _, i=i: ends.__setitem__(i, time.monotonic() - began))
             workers.calls.put(call)

@@ -20,7 +20,7 @@ from ptf.rl.endpoint.harness_rollout import HarnessRollout
 from ptf.rl.engines.protocol import GeneratingEngine, Request, StreamingEngine, answered, streamed
 from ptf.rl.environments.protocol import Environments
 from ptf.rl.environments.rollout import EnvironmentRollout
-from ptf.rl.policy.calls import Context
+from ptf.rl.policy.calls import CallInput
 from ptf.rl.policy.policy import Generate, Limits, Policy, Stream
 
 RolloutFunction = Callable[[Prompt, Policy], Coroutine[Any, Any, Trajectory]]
@@ -28,7 +28,7 @@ RolloutFunction = Callable[[Prompt, Policy], Coroutine[Any, Any, Trajectory]]
 
 async def one_response(prompt: Prompt, policy: Policy) -> Trajectory:
     """Play an episode of one response to the prompt's tokens; `rollout.reward` scores it."""
-    await policy.generate(Context(prompt.tokens, ""))
+    await policy.generate(CallInput(prompt.tokens, ""))
     return policy.trajectory()
 
 

@@ -26,7 +26,7 @@ from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request
 from ptf.rl.event_loop import EventLoop
 from ptf.rl.flight_ledger import Decided, FlightLedger
-from ptf.rl.in_flight_group import InFlightGroup, Member, Pending, trajectory_state
+from ptf.rl.in_flight_group import EpisodeInFlight, InFlightGroup, Pending, trajectory_state
 from ptf.rl.slice_clock import VirtualClock, WallClock
 
 T = TypeVar("T")
@@ -165,12 +165,12 @@ class InFlight:
         Returns whether a group had not ended.
         """
         while len(self.groups) < self.room(version):
-            members = [Member(due=self.slice) for _ in range(self.config.group_size)]
+            members = [EpisodeInFlight(due=self.slice) for _ in range(self.config.group_size)]
             self.groups.append(InFlightGroup(self.admissions, self.next_prompt(), version, members))
             self.admissions += 1
         flying = any(group.ended is None for group in self.groups)
         members = self.loop.run(self._timed(self.clock.to_compute(self, version, updating)))
-        dealt: list[list[tuple[Member, Pending]]] = [[] for _ in range(self.config.generation_batches)]
+        dealt: list[list[tuple[EpisodeInFlight, Pending]]] = [[] for _ in range(self.config.generation_batches)]
         for number, member in members:
             assert member.pending is not None
             dealt[number % self.config.generation_batches].append((member, member.pending))
@@ -197,7 +197,7 @@ class InFlight:
                 group.ended = self.slice - 1
         return flying
 
-    async def until(self, waited: Callable[[], Sequence[Member]], poll_s: float | None = None) -> None:
+    async def until(self, waited: Callable[[], Sequence[EpisodeInFlight]], poll_s: float | None = None) -> None:
         """Wait until there is none of these episodes; `waited` is called again when an episode has asked the policy or
         ended, and every `poll_s` seconds. Raises what an episode raised, and TimeoutError."""
         loop = asyncio.get_running_loop()
@@ -254,7 +254,9 @@ class Asking:
     """Answers the requests of an episode that is played: with the responses from before the run was continued, then
     with those of the slices. `decided`: its end, if that is known to be without a result."""
 
-    def __init__(self, member: Member, prompt: Prompt, decided: Decided | None, changed: asyncio.Event) -> None:
+    def __init__(
+        self, member: EpisodeInFlight, prompt: Prompt, decided: Decided | None, changed: asyncio.Event
+    ) -> None:
         self.member, self.prompt, self.decided, self.changed = member, prompt, decided, changed
         self.number = 0  # of the next request
         self.gave_up = False  # whether the episode waits no longer for a request

@@ -48,7 +48,7 @@ class Pending:
 
 
 @dataclass(eq=False)
-class Member:
+class EpisodeInFlight:
     """One episode of a group."""
 
     responses: list[Generation] = field(default_factory=list)  # the whole responses so far
@@ -83,7 +83,7 @@ class Member:
         return {"responses": generations_state(self.responses), "started": started, "due": self.due}
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], prompt: Prompt) -> "Member":
+    def restored(cls, state: Mapping[str, Any], prompt: Prompt) -> "EpisodeInFlight":
         """Return the episode that `state` was called of."""
         if "ended" in state:
             return cls(
@@ -103,11 +103,11 @@ class InFlightGroup:
     number: int  # of the admission
     prompt: Prompt
     admitted: int  # version of the weights at the admission: that of its oldest token; it keys the seeds
-    members: list[Member]
+    members: list[EpisodeInFlight]
     ended: int | None = None  # the slice in which its last episode ended
 
     @property
-    def in_flight(self) -> list[tuple[int, Member]]:
+    def in_flight(self) -> list[tuple[int, EpisodeInFlight]]:
         """Return the episodes whose end does not count yet, with their numbers."""
         return [(i, member) for i, member in enumerate(self.members) if not member.end_counts]
 
@@ -131,7 +131,7 @@ class InFlightGroup:
     def restored(cls, state: Mapping[str, Any]) -> "InFlightGroup":
         """Return the group that `state` was called of."""
         prompt = Prompt(**state["prompt"])
-        members = [Member.restored(member, prompt) for member in state["members"]]
+        members = [EpisodeInFlight.restored(member, prompt) for member in state["members"]]
         return cls(state["number"], prompt, state["admitted"], members, state["ended"])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ptf.errors import UserError
-from ptf.rl.in_flight_group import InFlightGroup, Member
+from ptf.rl.in_flight_group import EpisodeInFlight, InFlightGroup
 
 if TYPE_CHECKING:
     from ptf.rl.flight_ledger import FlightLedger
@@ -26,12 +26,14 @@ class VirtualClock:
     def __init__(self, update_slices: int) -> None:
         self.update_slices = update_slices
 
-    async def to_compute(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
+    async def to_compute(
+        self, flight: "InFlight", version: int, updating: Updating | None
+    ) -> list[tuple[int, EpisodeInFlight]]:
         """Return the episodes whose requests the next slice computes, with the numbers of their groups, in order."""
         await self._wait(flight)
         return [(g.number, m) for g, _, m in members_of(flight.groups) if m.pending and m.due <= flight.slice]
 
-    async def ended(self, flight: "InFlight") -> list[Member]:
+    async def ended(self, flight: "InFlight") -> list[EpisodeInFlight]:
         """Return the episodes whose end counts from now on."""
         await self._wait(flight)
         return [m for _, _, m in members_of(flight.groups) if m.trajectory is not None and m.due <= flight.slice]
@@ -52,7 +54,9 @@ class WallClock:
     def __init__(self, ledger: "FlightLedger") -> None:
         self.ledger = ledger
 
-    async def to_compute(self, flight: "InFlight", version: int, updating: Updating | None) -> list[tuple[int, Member]]:
+    async def to_compute(
+        self, flight: "InFlight", version: int, updating: Updating | None
+    ) -> list[tuple[int, EpisodeInFlight]]:
         """See VirtualClock."""
         flying = members_of(flight.groups)
         if (known := self.ledger.computed(flight.slice, version)) is not None:
@@ -62,7 +66,7 @@ class WallClock:
                 raise self._differs(flight.slice)
             return [(g.number, m) for g, m in chosen]
 
-        def awaiting_environment() -> list[Member]:
+        def awaiting_environment() -> list[EpisodeInFlight]:
             awaiting = [m for _, _, m in flying if m.awaits_environment]
             is_over = len(awaiting) < len(flying) or (updating is not None and not updating())
             return [] if is_over else awaiting
@@ -73,7 +77,7 @@ class WallClock:
         self.ledger.write(slice=flight.slice, version=version, beside_update=beside, computed=computed)
         return [(g.number, m) for g, _, m in found]
 
-    async def ended(self, flight: "InFlight") -> list[Member]:
+    async def ended(self, flight: "InFlight") -> list[EpisodeInFlight]:
         """See VirtualClock."""
         flying, number = members_of(flight.groups), flight.slice - 1
         if (known := self.ledger.ends.get(number)) is not None:
@@ -105,6 +109,6 @@ class WallClock:
         )
 
 
-def members_of(groups: list[InFlightGroup]) -> list[tuple[InFlightGroup, int, Member]]:
+def members_of(groups: list[InFlightGroup]) -> list[tuple[InFlightGroup, int, EpisodeInFlight]]:
     """Return the episodes whose end does not count yet, with their groups and numbers, in order."""
     return [(group, i, member) for group in groups for i, member in group.in_flight]

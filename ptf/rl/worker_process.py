@@ -48,7 +48,7 @@ def limit_waits(pipe: mpc.Connection, timeout_s: float) -> None:
 
 
 @dataclass(eq=False)
-class Call:
+class QueuedCall:
     """A question and the future of its reply."""
 
     question: Any
@@ -68,17 +68,17 @@ class CallQueue:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.calls: deque[Call] = deque()
+        self.calls: deque[QueuedCall] = deque()
         self.takers: list[WorkerProcess] = []
 
-    def put(self, call: Call, *, first: bool = False) -> None:
+    def put(self, call: QueuedCall, *, first: bool = False) -> None:
         """Add a call, and wake the processes that take from the queue."""
         with self.lock:
             (self.calls.appendleft if first else self.calls.append)(call)
         for taker in self.takers:
             taker.wake()
 
-    def take(self, *, alone: bool | None = None) -> Call | None:
+    def take(self, *, alone: bool | None = None) -> QueuedCall | None:
         """Return the first call that is still wanted; with `alone`, only if it is such a call, or is not."""
         with self.lock:
             while self.calls and self.calls[0].future.cancelled():
@@ -104,7 +104,7 @@ class WorkerProcess:
         self.process: subprocess.Popen | None = None
         self.pipe: mpc.Connection | None = None
         self.number = 0
-        self.calls = dict[int, Call]()  # that the process has
+        self.calls = dict[int, QueuedCall]()  # that the process has
         self.heard = 0.0  # when the last message came, or the first call was sent
         self.is_crowded = False  # whether calls took too long in it beside others
         self.ends_in_time = False  # whether the process itself ends calls that take too long
@@ -116,7 +116,7 @@ class WorkerProcess:
 
     def ask(self, question: Any, *, alone: bool = False) -> "Future[Any]":
         """Ask a question; the result is the reply, a Fault, or Interrupted."""
-        call = Call(question, alone)
+        call = QueuedCall(question, alone)
         self.queue.put(call)
         return call.future
 
@@ -164,7 +164,7 @@ class WorkerProcess:
             self._kill()
             self._fail(calls)
 
-    def _fail(self, calls: list[Call]) -> None:
+    def _fail(self, calls: list[QueuedCall]) -> None:
         """End calls whose process is closed; those of the queue too, if no other process takes them."""
         if all(taker.closing or taker.failure for taker in self.queue.takers):
             while (call := self.queue.take()) is not None:
@@ -202,7 +202,7 @@ class WorkerProcess:
             self._write(self.number, call)
             self._receive()
 
-    def _write(self, number: int, call: Call) -> None:
+    def _write(self, number: int, call: QueuedCall) -> None:
         assert self.pipe is not None
         try:
             message = pickle.dumps((number, pickle.dumps(call.question)))
@@ -217,7 +217,7 @@ class WorkerProcess:
             if self.pipe is not None:
                 self._end(reason)
 
-    def _start(self, call: Call) -> bool:
+    def _start(self, call: QueuedCall) -> bool:
         """Start the process for a call; if it does not start, the call raises UserError. Return whether it runs."""
         ours, theirs = mpc.Pipe()
         with theirs:
@@ -283,7 +283,7 @@ class WorkerProcess:
         else:
             call.resolve(reply)
 
-    def _repeat(self, call: Call, alone: bool) -> None:
+    def _repeat(self, call: QueuedCall, alone: bool) -> None:
         """Make a call again; one of an environment, whose state may be lost, is made again by its caller."""
         if self.kind == "environment":
             call.resolve(Interrupted(suspect=alone))

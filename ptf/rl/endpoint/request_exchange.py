@@ -16,7 +16,7 @@ from ptf.data.trajectory import Generation
 from ptf.rl.endpoint.answer_stream import AnswerStream
 from ptf.rl.endpoint.chat import DONE, ChatRequest, delta_of, event, message_of
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest
-from ptf.rl.policy.calls import Call, Context
+from ptf.rl.policy.calls import Call, CallInput
 from ptf.rl.policy.policy import Policy
 
 
@@ -69,7 +69,7 @@ class Choice:
         delta = delta_of(*rest, self.message.get("tool_calls", ()))
         report(self.choice({"delta": delta}, reported, self.finish_reason))
 
-    async def _sample(self, context: Context, report: Callable[[dict[str, Any]], None]) -> tuple[Generation, int]:
+    async def _sample(self, context: CallInput, report: Callable[[dict[str, Any]], None]) -> tuple[Generation, int]:
         """Return the generation, up to the token that completes a stop string, and how many tokens were reported."""
         request = self.policy.request(context, self.number, self.chat.max_tokens)
         ids, logprobs, reported = list[int](), list[float](), 0
@@ -120,7 +120,7 @@ class Exchange:
         self,
         number: int,
         chat: ChatRequest,
-        context: Context | None,
+        context: CallInput | None,
         policy: Policy,
         form: Format | None,
         *,

@@ -19,7 +19,7 @@ MEASURED_ON = "0.28.0"
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Defect:
     """What vLLM does wrongly with a family."""
 
     what: str
@@ -35,12 +35,12 @@ class Build(NamedTuple):
     version: str
 
 
-TORCHVISION = Fault("its module needs torchvision, which cannot be installed beside the CPU build", loads=False)
-FP32_STATES = Fault("its kernel of linear attention computes in bf16 alone")
-FP32_SINKS = Fault("its kernel of attention has sinks in bf16 alone")
-LOST_EXPERTS = Fault("a weight sync does not reach its experts and sinks", cpu_only=False, synced_only=True)
+TORCHVISION = Defect("its module needs torchvision, which cannot be installed beside the CPU build", loads=False)
+FP32_STATES = Defect("its kernel of linear attention computes in bf16 alone")
+FP32_SINKS = Defect("its kernel of attention has sinks in bf16 alone")
+LOST_EXPERTS = Defect("a weight sync does not reach its experts and sinks", cpu_only=False, synced_only=True)
 BOTH = ("fp32", "bf16")
-WRONG: Mapping[str, Mapping[str, Fault]] = {
+WRONG: Mapping[str, Mapping[str, Defect]] = {
     "gemma3": dict.fromkeys(BOTH, TORCHVISION),
     "gpt_oss": {"fp32": FP32_SINKS, "bf16": LOST_EXPERTS},
     "qwen3_5_text": dict.fromkeys(BOTH, TORCHVISION),
@@ -105,7 +105,7 @@ def verdict_on(config: Mapping[str, Any], precision: str, build: Build | None, *
     text = config.get("text_config") or {}
     for (key, value), what in SETTINGS.get(kind, {}).items():
         if config.get(key, text.get(key)) is value and (fault is None or fault.cpu_only or fault.synced_only):
-            fault = Fault(f"its model class has no {what}", cpu_only=False)
+            fault = Defect(f"its model class has no {what}", cpu_only=False)
     if fault is None or (fault.synced_only and not synced):
         return "", ""
     if fault.cpu_only and not (build and build.cpu):

@@ -37,7 +37,7 @@ SENTINEL = "\ue000ptf{}\ue001"  # in a private area of Unicode: no text of a con
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class CallInput:
     """The input of one call."""
 
     tokens: np.ndarray  # [c] int32
@@ -51,7 +51,7 @@ class Call:
     """One request to the policy, and what it answered."""
 
     number: int  # in the episode, from 0
-    context: Context
+    context: CallInput
     generation: Generation
     text: str  # the response as it is shown: without its end-of-turn token, and up to a stop string
     raw: str  # the text of all sampled ids
@@ -151,7 +151,7 @@ class CallHistory:
 
     def context(
         self, messages: Sequence[Message], tools: Any = None, arguments: Mapping[str, Any] | None = None
-    ) -> Context:
+    ) -> CallInput:
         """Return the context of the next response to a conversation; `arguments` are the template's beside its own.
 
         Raises NoRoom if it is far too long, UserError if the template refuses the messages, or omits one of them.
@@ -175,7 +175,7 @@ class CallHistory:
         seen = call.context.messages if call is not None else ()
         since = len(seen) if list(messages[: len(seen)]) == list(seen) else 0
         raise_if_unseen(messages, text, self.tokenizer, tools, arguments, since=since)
-        context = Context(self._ids(text, call), text, messages, tools)
+        context = CallInput(self._ids(text, call), text, messages, tools)
         if call is not None and sum(_is_same(other, call) for other in self.calls) == 1:
             call.continued = True
         return context

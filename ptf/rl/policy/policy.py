@@ -15,7 +15,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, is_reward
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Progress, Request, Sampling
-from ptf.rl.policy.calls import Call, CallHistory, Context, Message, NoRoom
+from ptf.rl.policy.calls import Call, CallHistory, CallInput, Message, NoRoom
 
 Generate = Callable[[Request], Coroutine[Any, Any, Generation]]
 Stream = Callable[[Request], AsyncGenerator[Progress]]
@@ -67,19 +67,19 @@ class Policy:
         return self.seed_of(-1)
 
     async def generate(
-        self, context: "Context | Messages", *, tools: Tools = None, max_tokens: int | None = None
+        self, context: "CallInput | Messages", *, tools: Tools = None, max_tokens: int | None = None
     ) -> Call:
         """Return the policy's response to messages, or to token ids.
 
         `max_tokens` can lower the limit of the job. Raises NoRoom if the context leaves no room for a response, and
         UserError if the chat template refuses the messages.
         """
-        made = context if isinstance(context, Context) else self.context(context, tools)
+        made = context if isinstance(context, CallInput) else self.context(context, tools)
         return await self.answer(made, next(self.numbers), max_tokens)
 
     def context(
         self, context: "Messages", tools: Tools = None, template_arguments: Mapping[str, Any] | None = None
-    ) -> Context:
+    ) -> CallInput:
         """Return the context of the next response; `template_arguments` are further ones than those of the row. Raises
         as `generate`."""
         if len(context) and isinstance(context[0], Mapping):
@@ -88,7 +88,7 @@ class Policy:
             made = self.history.context(clean(messages), tools, template_arguments)
         else:
             tokens = np.asarray(context, np.int32)
-            made = Context(tokens, self.tokenizer.decode(tokens))
+            made = CallInput(tokens, self.tokenizer.decode(tokens))
         trie = self.limits.sampling.trie
         if len(made.tokens) + (1 if trie is None else trie.longest) > self.limits.max_length:
             raise NoRoom(
@@ -97,7 +97,7 @@ class Policy:
             )
         return made
 
-    def request(self, context: Context, number: int, max_tokens: int | None = None) -> Request:
+    def request(self, context: CallInput, number: int, max_tokens: int | None = None) -> Request:
         """Return the request of call `number`."""
         sampling = self.limits.sampling
         longest = min(sampling.max_new_tokens, self.limits.max_length - len(context.tokens))
@@ -105,7 +105,7 @@ class Policy:
             longest = min(longest, max_tokens)
         return Request(context.tokens, replace(sampling, max_new_tokens=longest), self.seed_of(number))
 
-    async def answer(self, context: Context, number: int, max_tokens: int | None = None) -> Call:
+    async def answer(self, context: CallInput, number: int, max_tokens: int | None = None) -> Call:
         """Return the response to a context as call `number`, and record it."""
         try:
             generation = await self._generate(self.request(context, number, max_tokens))
@@ -133,7 +133,7 @@ class Policy:
             self.failure = error
             raise
 
-    def call_of(self, context: Context, number: int, generation: Generation) -> Call:
+    def call_of(self, context: CallInput, number: int, generation: Generation) -> Call:
         """Return a call that is not recorded yet; its message is the response's text."""
         ids = generation.sampled_ids
         text = self.tokenizer.decode(ids[:-1] if generation.finished else ids)

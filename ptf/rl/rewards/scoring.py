@@ -22,7 +22,7 @@ from ptf.rl.rewards.calls import Response
 from ptf.rl.rewards.declarations import first_lines
 from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.worker_messages import Fault
-from ptf.rl.worker_process import Call, CallQueue, WorkerProcess
+from ptf.rl.worker_process import CallQueue, QueuedCall, WorkerProcess
 
 Outcome = Reward | NoResult
 
@@ -162,7 +162,7 @@ class GroupScoring:
         """Have one call score these responses; of none there is no call."""
         if not numbers:
             return
-        call = Call(tuple(self.responses[i][1] for i in numbers))
+        call = QueuedCall(tuple(self.responses[i][1] for i in numbers))
         self.waiting[call.future] = numbers
         call.future.add_done_callback(self.ended.put)
         self.responses[numbers[0]][0].calls.put(call)
