@@ -26,7 +26,7 @@ from ptf.model.families import family_of
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Linear, Lora, adapter_names, adapters, adapters_off, grouped
 from ptf.model.model_directory import AdapterDirectory
-from ptf.model.peft_format import PeftFormat, save
+from ptf.model.peft_format import save
 from ptf.model.reference import quiet, random_reference, reference
 from ptf.model.verify import packed
 from ptf.train.trainable import freeze
@@ -267,7 +267,7 @@ def test_peft_and_we_read_the_adapter_that_we_wrote(tmp_path, model_type, lora):
         lora = replace(ONE, targets=("layers.0.attn.kv_a_proj", "layers.0.attn.kv_b_proj"))
     directory = checkpoint(model_type, tmp_path / "m")
     model = loaded(directory, lora)
-    form = PeftFormat(trained(model))
+    form = trained(model).peft()
     save(form.tensors(), form.config(str(directory)), tmp_path / "adapter", writes=True)
     again = loaded(directory, lora)
     again.peft().copy(load_file(tmp_path / "adapter" / "adapter_model.safetensors").__getitem__)
@@ -310,7 +310,7 @@ def test_adapters_of_shared_experts_are_refused_by_the_adapter_format(tmp_path, 
 def test_an_adapter_of_projections_that_share_a_tensor_is_read_back(tmp_path, lora):
     directory = checkpoint("phi3", tmp_path / "m")
     model = loaded(directory, lora)
-    form = PeftFormat(trained(model))
+    form = trained(model).peft()
     config = form.config(str(directory))
     assert config["r"] == 3 * lora.rank
     save(form.tensors(), config, tmp_path / "adapter", writes=True)

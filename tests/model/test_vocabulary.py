@@ -160,7 +160,7 @@ def test_rows_of_new_tokens_begin_as_they_are_told(tmp_path, model_type, policy,
     ids, pieces = list(range(known, known + 20)), [[i, 3, 3 * i] for i in range(20)]
     vectors = {n: torch.randn(20, t.shape[1], generator=torch.Generator().manual_seed(1)) for n, t in old.items()}
     new = NewRows(ids, known, pieces if policy == "description" else None, vectors if policy == "vectors" else None)
-    extend(directory, tmp_path / "out", str(directory), new)
+    extend(directory, tmp_path / "out", str(directory), new, bridge.build(directory))
     vocab = max(VOCAB, known + 20)
     assert rows(model_files.read_config(tmp_path / "out")) == vocab
     expected = {
@@ -182,7 +182,8 @@ def test_rows_of_new_tokens_begin_as_they_are_told(tmp_path, model_type, policy,
 def test_the_extended_model_is_what_transformers_makes_of_it(tmp_path):
     """Old tokens have the logits they had; transformers' own resizing to the mean gives the same for new ones."""
     directory = checkpoint("qwen3", tmp_path / "m", tied=False)
-    extend(directory, tmp_path / "out", str(directory), NewRows(range(VOCAB, VOCAB + 9), VOCAB))
+    new = NewRows(range(VOCAB, VOCAB + 9), VOCAB)
+    extend(directory, tmp_path / "out", str(directory), new, bridge.build(directory))
     ids = torch.randint(0, VOCAB, (1, 30), generator=torch.Generator().manual_seed(0))
     before = AutoModelForCausalLM.from_pretrained(directory)(ids).logits
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
