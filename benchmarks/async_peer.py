@@ -20,7 +20,6 @@ import itertools
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +41,7 @@ import psutil  # noqa: E402
 from benchmarks.commands import PEER, need_peer, options  # noqa: E402
 from benchmarks.flow_runs import commit, cpu, results_page  # noqa: E402
 from benchmarks.pages import Row, keep, kept, spread, table, today, told, write_page  # noqa: E402
+from tests.server_process import free_port  # noqa: E402
 
 PAGE = results_page("async_peer.md")
 KEPT = PAGE.with_suffix(".jsonl")
@@ -260,20 +260,12 @@ def ours(task: str, k: int, seed: int, directory: Path, system: str = "ptf") -> 
 def theirs(task: str, k: int, seed: int, directory: Path) -> None:
     """Run vLLM's server and TRL; its metrics are in trl.jsonl."""
     of, rows = TASKS[task], rows_of(task)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory / "start")]
     server += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(3 << 30)]
     server += ["--max-model-len", str(of["longest"]), "--max-num-seqs", "512", "--max-num-batched-tokens", "16384"]
-    server += [
-        "--no-enable-prefix-caching",
-        "--no-enable-chunked-prefill",
-        "--logprobs-mode",
-        "processed_logprobs",
-        "--generation-config",
-        "vllm",
-    ]
+    server += ["--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--logprobs-mode", "processed_logprobs"]
+    server += ["--generation-config", "vllm"]
     server += ["--worker-extension-cls", "benchmarks.peers.vllm_weights.FileLoader", "--disable-uvicorn-access-log"]
     server += ["--host", "127.0.0.1", "--port", str(port), "--seed", str(seed)]
     given = {
@@ -437,20 +429,11 @@ def page() -> int:
             if system in OBJECTIVES:
                 continue
             loads = sorted(run["load"] for run in runs)
-            times.append(
-                [
-                    task,
-                    k,
-                    system,
-                    spread(numbers["cpu_s"], ".2f"),
-                    spread(numbers["step_s"], ".1f"),
-                    f"{median(numbers['policy_busy']):.0%}",
-                    spread(numbers["sampled"], ".2f"),
-                    f"{median(numbers['age']):.2f}",
-                    f"{oldest:.0f}",
-                    " – ".join(f"{load:.0f}" for load in (loads[0], loads[-1])[: len(runs)]),
-                ]
-            )
+            load = " – ".join(f"{load:.0f}" for load in (loads[0], loads[-1])[: len(runs)])
+            spent = [spread(numbers["cpu_s"], ".2f"), spread(numbers["step_s"], ".1f")]
+            of_tokens = [f"{median(numbers['policy_busy']):.0%}", spread(numbers["sampled"], ".2f")]
+            ages = [f"{median(numbers['age']):.2f}", f"{oldest:.0f}"]
+            times.append([task, k, system, *spent, *of_tokens, *ages, load])
     steps = TASKS["count"]["steps"]
     tens = [f"{i + 1}–{i + 10}" for i in range(0, steps, 10)]
     about = (

@@ -200,13 +200,10 @@ def main() -> int:
         for process in load:
             process.kill()
             process.wait()
-    lines = table(
-        "calls | median of 32, s | longest round, s | one that | delays the others by, s",
-        (
-            (name, f"{alone:.3f}", f"{most:.3f}", ENDLESS[fault], f"{delay:+.3f}")
-            for name, alone, most, fault, delay in rows
-        ),
-    )
+    cells = [
+        [name, f"{alone:.3f}", f"{most:.3f}", ENDLESS[fault], f"{by:+.3f}"] for name, alone, most, fault, by in rows
+    ]
+    lines = table("calls | median of 32, s | longest round, s | one that | delays the others by, s", cells)
     hardware = f", {args.load} other processes that compute"
     about = head("Calls of rewards and environments in one process", hardware) + (
         f"{CALLS} calls that wait for {CALL_S} s, in one process (`rollout.reward_processes: 1`). Aims: at most "

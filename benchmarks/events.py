@@ -128,11 +128,8 @@ class SASRec(nn.Module):
         layer = nn.TransformerEncoderLayer(
             dim, heads, 4 * dim, drop, batch_first=True, norm_first=True, activation="gelu"
         )
-        self.layers, self.norm, self.drop = (
-            nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
-            nn.LayerNorm(dim),
-            nn.Dropout(drop),
-        )
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm, self.drop = nn.LayerNorm(dim), nn.Dropout(drop)
 
     def forward(self, items: torch.Tensor) -> torch.Tensor:
         """[B, T], padded on the left → [B, T, D]."""
@@ -167,10 +164,8 @@ def sasrec(splits: Mapping[str, Split], items: Sequence[str], minutes: float, se
             width = max(map(len, rows)) - 1
             x, y = (torch.full((len(rows), width), n) for _ in range(2))
             for row, ids in enumerate(rows):
-                x[row, width - len(ids) + 1 :], y[row, width - len(ids) + 1 :] = (
-                    torch.tensor(ids[:-1]),
-                    torch.tensor(ids[1:]),
-                )
+                x[row, width - len(ids) + 1 :] = torch.tensor(ids[:-1])
+                y[row, width - len(ids) + 1 :] = torch.tensor(ids[1:])
             hidden = model(x)[y < n]
             loss = nn.functional.cross_entropy(hidden @ model.items.weight[:n].T, y[y < n])
             optimizer.zero_grad()
@@ -281,9 +276,8 @@ def main() -> int:
     for name, run in ((name, run) for name, run in runs.items() if run):
         rows = kept(run / "ranked" / "next.jsonl")
         found[name] = {row["user"]: {key: x for key, x in row.items() if isinstance(x, float)} for row in rows}
-        assert found[name].keys() == held.keys(), (
-            f"{run} was evaluated on other users than --hold-out {given.hold_out} holds out"
-        )
+        other = f"{run} was evaluated on other users than --hold-out {given.hold_out} holds out"
+        assert found[name].keys() == held.keys(), other
         coverages[name] = {
             f"{task}/coverage@{K}": len({item for row in rows for item in row.get(f"{task}/top", ())}) / len(items)
             for task in ("all", "new")

@@ -10,6 +10,7 @@ continued by the next run; what is there already is kept.
 import gzip
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import sys
@@ -166,13 +167,9 @@ def chat_template(source: bytes) -> bytes:
 
 def tau_airline(source: bytes) -> bytes:
     """The first three trials of each of the 50 tasks."""
+    ids = "tau-airline-{task_id}-{trial}"
     trials = json.loads(source)[:150]
-    return lines(
-        [
-            {"id": f"tau-airline-{t['task_id']}-{t['trial']}", "reward": t["reward"], "messages": t["traj"]}
-            for t in trials
-        ]
-    )
+    return lines([{"id": ids.format(**t), "reward": t["reward"], "messages": t["traj"]} for t in trials])
 
 
 def oasst_trees(source: bytes) -> list[dict[str, Any]]:
@@ -215,22 +212,11 @@ def oasst_pairs(source: bytes) -> bytes:
     def walk(tree: str, message: dict[str, Any], before: list[dict[str, Any]]) -> None:
         said = [*before, {"role": "user" if message["role"] == "prompter" else "assistant", "content": message["text"]}]
         replies = message.get("replies") or []
-        ranked = (
-            sorted((r for r in replies if r.get("rank") is not None), key=lambda r: r["rank"])
-            if message["role"] == "prompter"
-            else []
-        )
-        for i, better in enumerate(ranked):
-            for worse in ranked[i + 1 :]:
-                about = {
-                    "lang": message["lang"],
-                    "rank_chosen": better["rank"],
-                    "rank_rejected": worse["rank"],
-                    "source": "LAION-AI/Open-Assistant",
-                }
-                rows.append(
-                    {"tree_id": tree, "prompt": said, "chosen": better["text"], "rejected": worse["text"], **about}
-                )
+        ranked = [r for r in replies if r.get("rank") is not None and message["role"] == "prompter"]
+        for better, worse in itertools.combinations(sorted(ranked, key=lambda r: r["rank"]), 2):
+            pair = {"tree_id": tree, "prompt": said, "chosen": better["text"], "rejected": worse["text"]}
+            ranks = {"rank_chosen": better["rank"], "rank_rejected": worse["rank"]}
+            rows.append({**pair, "lang": message["lang"], **ranks, "source": "LAION-AI/Open-Assistant"})
         for reply in replies:
             walk(tree, reply, said)
 

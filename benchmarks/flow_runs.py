@@ -26,14 +26,8 @@ def results_page(name: str) -> Path:
 def flow(name: str, config: str, overrides: Sequence[str], log: Path | None = None) -> float:
     """Run a flow to its end, its output on the console or in `log`; wall seconds.
     Raises SystemExit with the flow's status if it fails."""
-    command = [
-        sys.executable,
-        f"flows/{name}_flow.py",
-        "run",
-        "--config",
-        config,
-        *(word for o in overrides for word in ("--set", o)),
-    ]
+    command = [sys.executable, f"flows/{name}_flow.py", "run", "--config", config]
+    command += [word for o in overrides for word in ("--set", o)]
     print("$ " + " ".join(["python", *command[1:]]), flush=True)
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:

@@ -58,19 +58,11 @@ def main() -> int:
         taken = [seconds([flow, "resume", "--origin-run-id", run], directory)[0] for _ in range(times)]
         rows.append(("`sft_flow.py resume` of it", RESUME_S, taken))
     missed = [what for what, bar, taken in rows if bar and median(taken) >= bar]
-    lines = table(
-        "command | bar, s | median s | from – to | ",
-        (
-            (
-                what,
-                bar or "",
-                f"{median(taken):.2f}",
-                f"{min(taken):.2f} – {max(taken):.2f}",
-                "" if bar is None else "missed" if what in missed else "met",
-            )
-            for what, bar, taken in rows
-        ),
-    )
+    cells = []
+    for what, bar, taken in rows:
+        verdict = "" if bar is None else "missed" if what in missed else "met"
+        cells.append([what, bar or "", f"{median(taken):.2f}", f"{min(taken):.2f} – {max(taken):.2f}", verdict])
+    lines = table("command | bar, s | median s | from – to | ", cells)
     print(lines)
     about = head("What one waits for who does nothing new") + f"Each {times} times.\n\n"
     return write_page(results_page("flow_times.md"), about, [lines], missed)

@@ -59,16 +59,8 @@ def main() -> None:
             p, n = run["metrics"]["greedy_pass_rate/test"], len(after)
             low, high = wilson(p, n)
             more = f"{100 * gain:+.1f} ± {100 * half:.1f}" if name == "GRPO" else ""
-            row = (
-                seed,
-                name,
-                run["steps"],
-                f"{spent:.1f}",
-                n,
-                f"{p:.3f} [{low:.3f}, {high:.3f}]",
-                f"{run['metrics']['pass@8/test']:.3f}",
-                more,
-            )
+            shares = [f"{p:.3f} [{low:.3f}, {high:.3f}]", f"{run['metrics']['pass@8/test']:.3f}"]
+            row = [seed, name, run["steps"], f"{spent:.1f}", n, *shares, more]
             rows.append(row)
             print(*row, flush=True)
     about = head("The calculator steps of GSM8K") + ABOUT

@@ -86,16 +86,12 @@ class Engine:
         self.busy, self.places = self.busy + int(live.sum()), self.places + steps * self.work.prompts * self.work.group
         contexts = sum(r.offset for r in requests)
         self.seconds += steps * self.costs.step + live.sum() * self.costs.response + contexts * self.costs.context
-        return [
-            Generation(
-                r.context,
-                np.zeros(n, np.int32),
-                np.zeros(n, np.float32),
-                np.full(n, self.version, np.int32),
-                r.offset + n == self.work.length(r.seed),
-            )
-            for r, n in zip(requests, left, strict=True)
-        ]
+        return [self.part(request, n) for request, n in zip(requests, left, strict=True)]
+
+    def part(self, request: Request, n: int) -> Generation:
+        ids, versions = np.zeros(n, np.int32), np.full(n, self.version, np.int32)
+        ended = request.offset + n == self.work.length(request.seed)
+        return Generation(request.context, ids, np.zeros(n, np.float32), versions, ended)
 
 
 def player(work: Work) -> Callable[..., Any]:
@@ -125,13 +121,8 @@ def measured(
     engine, work = Engine(costs), USUAL
     prompts = (Prompt(np.zeros(0, np.int32), {}, "a", i) for i in range(10**9))
     in_flight = work.prompts + int(work.prompts * k * share)
-    clock = RolloutConfig(
-        prompts_per_step=work.prompts,
-        group_size=work.group,
-        max_staleness=k,
-        slice_tokens=slice_tokens,
-        in_flight=in_flight,
-    )
+    each_step = {"prompts_per_step": work.prompts, "group_size": work.group}
+    clock = RolloutConfig(max_staleness=k, slice_tokens=slice_tokens, in_flight=in_flight, **each_step)
     flight = InFlight(
         clock, update_slices if k else 0, prompts.__next__, engine, player(work), 60.0, FlightLedger(None)
     )

@@ -90,13 +90,8 @@ SIGKILL = 9
 
 def killed(found: Sequence[Row], recipe: str, way: str = "forked") -> list[Row]:
     """The kills by SIGKILL that were reached."""
-    return [
-        kill
-        for row in found
-        if (row["recipe"], row["way"]) == (recipe, way)
-        for kill in row["kills"]
-        if kill.get("signal") == SIGKILL
-    ]
+    of = [row for row in found if (row["recipe"], row["way"]) == (recipe, way)]
+    return [kill for row in of for kill in row["kills"] if kill.get("signal") == SIGKILL]
 
 
 def due(found: Sequence[Row], recipes: Sequence[str]) -> tuple[str, str] | None:
@@ -193,9 +188,8 @@ def write() -> int:
     groups = {"SFT, DPO, RM and KD": [r for r in JOBS if r not in ON_POLICY], **{name: [name] for name in ON_POLICY}}
     reached = {group: sum(len(killed(found, recipe)) for recipe in names) for group, names in groups.items()}
     short = [f"{group}: {reached[group]} of {wanted}" for group, wanted in WANTED.items() if reached[group] < wanted]
-    lines = [summary(recipe, [row for row in forked if row["recipe"] == recipe]) for recipe in JOBS] + [
-        summary("together", forked)
-    ]
+    lines = [summary(recipe, [row for row in forked if row["recipe"] == recipe]) for recipe in JOBS]
+    lines.append(summary("together", forked))
     phases = Counter(phase for row in found for kill in row.get("kills", ()) if (phase := phase_of(kill)))
     steps = Counter(
         kill.get("rows") for row in forked for kill in row["kills"] if kill["reached"] and kill["kind"] == "time"
@@ -206,16 +200,11 @@ def write() -> int:
         else "At least 600 SIGKILLs over SFT, DPO, RM and KD and 100 each over GRPO, PPO and OPD were asked for, and 5 "
         "for each further job."
     )
-    as_commands = [
-        [
-            recipe,
-            len(of),
-            len(killed(commands, recipe, "command")),
-            f"**{sum(row['outcome'] != 'same' for row in of)}**",
-        ]
-        for recipe in JOBS
-        if (of := [row for row in commands if row["recipe"] == recipe])
-    ]
+    as_commands = []
+    for recipe in JOBS:
+        if of := [row for row in commands if row["recipe"] == recipe]:
+            otherwise = f"**{sum(row['outcome'] != 'same' for row in of)}**"
+            as_commands.append([recipe, len(of), len(killed(commands, recipe, "command")), otherwise])
     lines = [
         table(KILLS, lines),
         f"\n{len(wrong)} of {len(found)} trials went wrong. {asked_for}\n",

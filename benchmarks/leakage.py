@@ -30,6 +30,11 @@ BATCH = 1000
 FAULTY = 100  # sequences of each fault in a batch
 
 
+def about(mixer: Mixer, seed: int, began: float) -> Row:
+    spent = round(time.process_time() - began, 1)
+    return {"mixer": mixer.name, "path": mixer.path, "seed": seed, "packings": BATCH, "cpu_s": spent}
+
+
 def measured(mixer: Mixer, seed: int) -> Row:
     """Of one batch."""
     rng, crossing, apart, leaking, began = np.random.default_rng(seed), 0.0, 0.0, 0, time.process_time()
@@ -46,19 +51,8 @@ def measured(mixer: Mixer, seed: int) -> Row:
         sequences = [each for each in lengths(rng, 3 * FAULTY) if len(each) > 1][:FAULTY]
         found = look(mixer, batch_of(sequences, rng), rng, fault)
         caught[name] = [int(((found.crossing > 0) | (found.apart > mixer.bound)).sum()), len(sequences)]
-    return {
-        "mixer": mixer.name,
-        "path": mixer.path,
-        "seed": seed,
-        "packings": BATCH,
-        "documents": documents,
-        "leaking": leaking,
-        "crossing": crossing,
-        "apart": apart,
-        "ties": ties,
-        "caught": caught,
-        "cpu_s": round(time.process_time() - began, 1),
-    }
+    found = {"documents": documents, "leaking": leaking, "crossing": crossing, "apart": apart, "ties": ties}
+    return about(mixer, seed, began) | found | {"caught": caught}
 
 
 def forward(mixer: Mixer, seed: int) -> Row:
@@ -74,18 +68,8 @@ def forward(mixer: Mixer, seed: int) -> Row:
     for name, fault in mixer.crossing_faults.items():
         sequences = [each for each in lengths(rng, FAULTY) if len(each) > 1][: FAULTY // 4]
         caught[name] = [int((moved(mixer, batch_of(sequences, rng), rng, fault) > 0).sum()), len(sequences)]
-    return {
-        "mixer": mixer.name,
-        "path": mixer.path,
-        "forward": True,
-        "seed": seed,
-        "packings": BATCH,
-        "documents": documents,
-        "leaking": moving,
-        "moved": largest,
-        "caught": caught,
-        "cpu_s": round(time.process_time() - began, 1),
-    }
+    found = {"forward": True, "documents": documents, "leaking": moving, "moved": largest}
+    return about(mixer, seed, began) | found | {"caught": caught}
 
 
 def row(mixer: Mixer, both: Sequence[Row]) -> list[str]:

@@ -382,19 +382,12 @@ def page(found: Mapping[str, Row]) -> int:
     lines = list[str]()
     for title, begins, columns in TRAININGS:
         header = ["unit", *columns.values(), "steps", "tokens", "precision", "CPU-seconds", "commit"]
-        cells = [
-            [
-                row["unit"],
-                *(shown(row["found"][column]) for column in columns),
-                str(row["steps"]),
-                f"{row['tokens']:,}",
-                row["precision"],
-                f"{row['cpu_s']:.0f}" if row["cpu_s"] else "not kept",
-                row["commit"],
-            ]
-            for row in made
-            if row["unit"].startswith(begins)
-        ]
+        cells = []
+        for row in (row for row in made if row["unit"].startswith(begins)):
+            spent = f"{row['cpu_s']:.0f}" if row["cpu_s"] else "not kept"
+            found_of = [shown(row["found"][column]) for column in columns]
+            about_it = [row["steps"], f"{row['tokens']:,}", row["precision"], spent, row["commit"]]
+            cells.append([row["unit"], *found_of, *about_it])
         if not cells:
             continue
         lines += ["", f"## {title}", "", ABOUT.get(title, ""), "", table(header, cells)]

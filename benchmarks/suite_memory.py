@@ -136,12 +136,9 @@ def report(samples: list[Sample], commands: dict[int, str], tests: list[tuple[st
     for pid, size in Counter(peak).most_common(12):
         print(f"  {gib(size)}  {commands.get(pid, '?')}")
     print("in " + ", ".join(name for name, began, ended in tests if began <= at <= ended))
-    most = Counter(
-        {
-            name: max((sum(sizes.values()) for t, sizes in samples if began <= t <= ended), default=0)
-            for name, began, ended in tests
-        }
-    )
+    most = Counter[str]()
+    for name, began, ended in tests:
+        most[name] = max((sum(sizes.values()) for t, sizes in samples if began <= t <= ended), default=0)
     print("Peak while these tests ran, the heaviest first:")
     for name, size in most.most_common(15):
         print(f"  {gib(size)}  {name}")

@@ -3,7 +3,6 @@ and what broke off is continued."""
 
 import gzip
 import hashlib
-import importlib.util
 import json
 import re
 import sys
@@ -14,15 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import fetch_data
 from tests import loopback
 from tests.loopback import Loopback, running
-
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "fetch_data.py"
-spec = importlib.util.spec_from_file_location("fetch_data", SCRIPT)
-assert spec is not None
-assert spec.loader is not None
-fetch_data = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fetch_data)
 
 
 class Upstream(Loopback):
@@ -163,7 +156,7 @@ def test_without_a_network_a_host_is_asked_once(manifest, tmp_path, monkeypatch,
 
 def test_the_manifest_is_of_what_lies_in_the_real_data(shared):
     """Where the data are: every checksum is that of the file, and a source is what its copy would be remade from."""
-    manifest = yaml.safe_load((SCRIPT.parent / "public_data.yaml").read_text())
+    manifest = yaml.safe_load(Path(fetch_data.__file__).with_name("public_data.yaml").read_text())
     entries = [*manifest["files"], *manifest["derived"], *manifest["written"]]
     assert len({entry["path"] for entry in entries}) == len(entries) > 40
     for entry in entries:

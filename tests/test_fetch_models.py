@@ -1,7 +1,6 @@
 """`make models`: a Hugging Face directory from a GGUF file, made once, whole and right or not at all."""
 
 import hashlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -19,15 +18,8 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from benchmarks import fetch_models, gguf_model
 from tests.real import model as real_model
-
-ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("fetch_models", ROOT / "benchmarks" / "fetch_models.py")
-assert spec is not None
-assert spec.loader is not None
-fetch_models = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fetch_models)
-gguf_model = fetch_models.gguf_model
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 DIM, HEADS, KEYS, MLP = 32, 4, 2, 64

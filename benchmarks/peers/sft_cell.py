@@ -65,11 +65,8 @@ def packed(rows: Sequence[Sequence[int]], documents: list[Tensor]) -> dict[str, 
         at = 0
         for i in row:
             n = len(documents[i])
-            ids[r, at : at + n], labels[r, at : at + n], positions[r, at : at + n] = (
-                documents[i],
-                labels_of(documents[i]),
-                torch.arange(n),
-            )
+            ids[r, at : at + n], labels[r, at : at + n] = documents[i], labels_of(documents[i])
+            positions[r, at : at + n] = torch.arange(n)
             at += n
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
