@@ -32,24 +32,8 @@ def test_check_prints_the_whole_job(capsys):
 
 
 def test_check_prints_every_problem_and_no_traceback(capsys):
-    assert (
-        cli.main(
-            [
-                "check",
-                "--skip-paths",
-                "a.yaml",
-                "--set",
-                "trian.lr=1",
-                "--set",
-                "train.steps=0",
-                "--set",
-                "model.path=[bold]",
-                "--set",
-                "track.x" + "x" * 300 + "=1",
-            ]
-        )
-        == 2
-    )
+    sets = ["trian.lr=1", "train.steps=0", "model.path=[bold]", "track.x" + "x" * 300 + "=1"]
+    assert cli.main(["check", "--skip-paths", "a.yaml", *(f"--set={one}" for one in sets)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert [line.split("  ")[0][:20] for line in err.splitlines()] == [

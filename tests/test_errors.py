@@ -27,11 +27,7 @@ def told(raw: dict, tmp_path: Path, capfd) -> str:
     said = capfd.readouterr()
     assert status == 2
     assert "Traceback" not in said.out + said.err
-    left = (
-        {p.name for p in Path(raw["output"]).rglob("*") if p.is_file() and p.stat().st_size}
-        if Path(raw["output"]).exists()
-        else set()
-    )
+    left = {p.name for p in Path(raw["output"]).rglob("*") if p.is_file() and p.stat().st_size}
     assert left <= {"job.yaml", "lease.json"}, left  # the latter says that nobody holds the run
     return said.err.strip()
 

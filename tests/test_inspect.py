@@ -70,15 +70,8 @@ def test_samples_are_what_is_trained(job, tmp_path, capfd):
 
 def test_the_answers_of_a_preference_share_a_pair(job, tmp_path, capfd):
     asked = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    config = job(
-        recipe="dpo",
-        data={
-            "sources": {
-                "pairs": {"path": str(write_jsonl(tmp_path / "p.jsonl", [asked, {**asked, "prompt": "2+0="}]))}
-            },
-            "validation": {},
-        },
-    )
+    path = str(write_jsonl(tmp_path / "p.jsonl", [asked, {**asked, "prompt": "2+0="}]))
+    config = job(recipe="dpo", data={"sources": {"pairs": {"path": path}}, "validation": {}})
     found = inspected(capfd, config, "--samples", "2")
     assert [sample["pair"] for sample in found["samples"]] == [0, 0, 1, 1]
     assert [sample["text"][-11:-10] for sample in found["samples"]] == ["2", "3", "2", "3"]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.child import run_python
+
 ROOT = Path(__file__).parents[1]
 TIDY = """
 import socket, subprocess, sys, tempfile
@@ -34,27 +36,9 @@ LEAVES = {
 
 def session(place: Path, text: str) -> tuple[int, str]:
     (place / "test_it.py").write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.leftovers",
-        "--rootdir",
-        str(place),
-        str(place / "test_it.py"),
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SUITE_GRACE_S": "1"},
-        cwd=place,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    asked = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.leftovers", "--rootdir", place]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "SUITE_GRACE_S": "1"}
+    done = run_python(*asked, place / "test_it.py", env=env, cwd=place)
     return done.returncode, done.stdout + done.stderr
 
 

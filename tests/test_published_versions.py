@@ -237,17 +237,9 @@ def test_a_kill_at_any_instant_leaves_a_pointer_and_no_lock(tmp_path):
 def test_the_command_lists_and_goes_back(tmp_path, capsys):
     root = str(tmp_path / "out" / "published")
     job = tmp_path / "job.yaml"
-    job.write_text(
-        json.dumps(
-            {
-                "recipe": "sft",
-                "output": str(tmp_path / "out"),
-                "model": {"path": "m"},
-                "data": {"sources": {"a": {"path": "a"}}},
-                "train": {"steps": 1, "lr": 1e-3},
-            }
-        )
-    )
+    raw = {"recipe": "sft", "output": str(tmp_path / "out"), "model": {"path": "m"}}
+    raw |= {"data": {"sources": {"a": {"path": "a"}}}, "train": {"steps": 1, "lr": 1e-3}}
+    job.write_text(json.dumps(raw))
     assert cli.main(["publish", root, "--list"]) == 2
     publish_two(root, tmp_path)
     capsys.readouterr()

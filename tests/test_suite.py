@@ -2,14 +2,13 @@
 and how its memory is measured."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.child import run_python
 from tests.conftest import ROOT, scope
 
 
@@ -75,23 +74,10 @@ def test_that_leaves_a_process_behind():
 @pytest.mark.parametrize(("limit", "status"), [(0.2, 1), (8.0, 0)])
 def test_memory_of_orphans_is_the_suites(tmp_path: Path, limit: float, status: int) -> None:
     (tmp_path / "test_daemon.py").write_text(DAEMON)
-    line = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "suite_memory.py"),
-        "--limit",
-        str(limit),
-        "--interval",
-        "0.05",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-    ]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"
-    }
-    done = subprocess.run(
-        [*line, "test_daemon.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    asked = ["--limit", limit, "--interval", 0.05, "-q", "-p", "no:cacheprovider", "test_daemon.py"]
+    done = run_python(ROOT / "benchmarks" / "suite_memory.py", *asked, cwd=tmp_path, env=env, timeout=120)
     assert done.returncode == status, done.stdout + done.stderr
     peak, *_ = done.stdout.partition("Peak PSS ")[2].split()
     assert 0.25 < float(peak) < 0.5

@@ -71,12 +71,15 @@ def refusal(raw: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def check(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Check a job; return the status and what was said."""
+def check(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Check a job, which must end with `status`; return what was said."""
 
-    def checked(raw: dict[str, Any], *more: str) -> tuple[int, str]:
+    def checked(raw: dict[str, Any], *more: str, status: int = 0) -> str:
         (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-        return cli.main(["check", str(tmp_path / "job.yaml"), *more]), capfd.readouterr().err
+        ended = cli.main(["check", str(tmp_path / "job.yaml"), *more])
+        said = capfd.readouterr().err
+        assert ended == status, said
+        return said
 
     return checked
 
@@ -124,21 +127,18 @@ OF_MODELS = {
     ],
 )
 def test_a_model_that_training_refuses_is_refused_with_the_same_words(
-    raw: dict[str, Any], check: Callable[..., tuple[int, str]], fault: str, backend: str
+    raw: dict[str, Any], check: Callable[..., str], fault: str, backend: str
 ) -> None:
     (spoil, argument), directory = OF_MODELS[fault], with_weights(raw)
     raw["model"]["backend"] = backend
-    assert check(raw)[0] == 0  # the control
+    check(raw)  # the control
     spoil(directory, argument)
-    status, said = check(raw)
-    assert (status, said.strip()) == (2, refusal(raw))
+    assert check(raw, status=2).strip() == refusal(raw)
 
 
 def test_a_tokenizer_that_the_model_has_no_rows_for_is_refused(raw: dict[str, Any], check: Any) -> None:
     configured(Path(raw["model"]["path"]), vocab_size=5)
-    status, said = check(raw)
-    assert status == 2
-    assert "has rows for 5 tokens" in said
+    assert "has rows for 5 tokens" in check(raw, status=2)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01])
@@ -149,8 +149,7 @@ def test_a_source_whose_every_row_is_refused_fails(
     rows = [{"question": f"{i}+1=", "answer": f"{i + 1}"} for i in range(20)]
     raw["data"][part] = {"gsm": {"path": str(write_jsonl(tmp_path / "gsm.jsonl", rows))}}
     raw["data"]["max_bad_rows_share"] = share
-    status, said = check(raw)
-    assert status == 2
+    said = check(raw, status=2)
     assert "gsm" in said
     assert "question" in said
     if part == "sources" and not share:
@@ -162,16 +161,14 @@ def test_one_bad_row_that_is_skipped_passes(raw: dict[str, Any], tmp_path: Path,
     file = tmp_path / "train.jsonl"
     file.write_text('{"question": "1", "answer": "2"}\n' + file.read_text())
     raw["data"]["max_bad_rows_share"] = 0.01
-    assert check(raw)[0] == 0
+    check(raw)
 
 
 def test_bad_first_rows_of_a_longer_source_are_told(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text('{"question": "1", "answer": "2"}\n' * 35 + file.read_text())
     raw["data"] |= {"max_bad_rows_share": 0.5}
-    status, said = check(raw)
-    assert status == 0
-    assert "data.sources.sums: the first 32 rows are all bad" in said
+    assert "data.sources.sums: the first 32 rows are all bad" in check(raw)
 
 
 def test_names_of_sources_may_have_dots(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
@@ -180,19 +177,16 @@ def test_names_of_sources_may_have_dots(raw: dict[str, Any], tmp_path: Path, che
         "sources": {"sums.test": {"path": str(tmp_path / "prompts.jsonl"), "kind": "prompt"}},
         "reward": {"use": "tests.test_touch:exact"},
     }
-    status, said = check(raw)
-    assert (status, "exact gives an empty response 0" in said) == (0, True), said
+    assert "exact gives an empty response 0" in check(raw)
     online(raw, tmp_path, "exact", max_new_tokens=raw["data"]["seq_len"] - 2)
     raw["data"]["sources"] = {"sums.train": raw["data"]["sources"]["sums"]}
-    status, said = check(raw)
-    assert status == 2
-    assert "sums.train" in said
+    assert "sums.train" in check(raw, status=2)
 
 
 def test_what_nothing_reads_of_held_out_data_is_told(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
     rows = [json.loads(line) | {"note": 1} for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
     write_jsonl(tmp_path / "held_out.jsonl", rows)
-    assert "data.validation.held_out: nothing reads note" in check(raw)[1]
+    assert "data.validation.held_out: nothing reads note" in check(raw)
 
 
 def test_code_that_a_key_does_not_know_is_told(
@@ -202,9 +196,7 @@ def test_code_that_a_key_does_not_know_is_told(
     (tmp_path / "of_mine.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     raw["recipe"] = {"use": "of_mine:Mine"}
-    status, said = check(raw)
-    assert "of_mine.py:2 imports a module by a name that is computed" in said
-    assert status == 0
+    assert "of_mine.py:2 imports a module by a name that is computed" in check(raw)
 
 
 def test_a_model_in_the_cache_of_the_hub_is_looked_at(
@@ -213,60 +205,48 @@ def test_a_model_in_the_cache_of_the_hub_is_looked_at(
     directory = with_weights(raw)
     monkeypatch.setattr(hub, "cached", lambda path: directory if path == "me/tiny" else None)
     raw["model"]["path"] = "me/tiny"
-    status, said = check(raw)
-    assert (status, "not looked at" in said) == (0, False)
+    assert "not looked at" not in check(raw)
     quantised(directory, "gptq")
-    assert check(raw)[0] == 2
+    check(raw, status=2)
 
 
 def test_prompts_are_rendered_for_evaluation_and_rollouts(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
     online(raw, tmp_path, "exact")
-    assert check(raw)[0] == 0
+    check(raw)
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"question": "1+1=", "answer": "2"}])
     refused = {"sources": {"test": {"path": str(bad), "kind": "prompt"}}}
     for change in ({"evaluate": refused}, {"data": raw["data"] | refused}):
-        status, said = check(raw | change)
-        assert status == 2
-        assert "a prompt row needs" in said
+        assert "a prompt row needs" in check(raw | change, status=2)
 
 
 def test_a_reward_is_called_unless_it_says_no(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
-    status, said = check(online(raw, tmp_path, "exact"))
-    assert status == 0
+    said = check(online(raw, tmp_path, "exact"))
     assert "exact gives an empty response 0, one that repeats the prompt 0" in said
-    status, said = check(online(raw, tmp_path, "broken"))
-    assert status == 0, "it may score other responses"
+    said = check(online(raw, tmp_path, "broken"))  # it may score other responses
     assert "broken gives an empty response no result" in said
     assert "this reward is broken" in said
-    status, said = check(online(raw, tmp_path, "untouched"))
-    assert status == 0
-    assert "untouched is not called by check" in said
+    assert "untouched is not called by check" in check(online(raw, tmp_path, "untouched"))
     request = {"use": "ptf.rl.rewards:http", "args": {"url": "http://127.0.0.1:9/"}}
     parts = {"use": "ptf.rl.rewards:weighted", "args": {"parts": [request]}}
     for reward in (request, parts):
-        status, said = check(online(raw, tmp_path, "", reward=reward))
-        assert status == 0
-        assert "it sends requests" in said
+        assert "it sends requests" in check(online(raw, tmp_path, "", reward=reward))
 
 
 def test_what_is_not_here_is_named(raw: dict[str, Any], check: Any) -> None:
     raw["model"] |= {"path": "some one/model", "init": "pretrained"}
-    assert "not looked at: model.path (some one/model)" in check(raw, "--skip-paths")[1]
+    assert "not looked at: model.path (some one/model)" in check(raw, "--skip-paths")
     raw["model"]["path"] = "someone/model"
     raw["data"]["validation"]["held_out"]["path"] = "s3://bucket/held_out.jsonl"
-    status, said = check(raw)
-    assert status == 0
-    assert "not looked at: data.validation.held_out (s3://bucket/held_out.jsonl), model.path (someone/model);" in said
+    expected = "not looked at: data.validation.held_out (s3://bucket/held_out.jsonl), model.path (someone/model);"
+    assert expected in check(raw)
 
 
 def test_samples_that_are_longer_than_the_model_are_told(
     raw: dict[str, Any], tmp_path: Path, check: Any, capfd: Any
 ) -> None:
-    assert "max_position_embeddings" not in check(raw)[1]
+    assert "max_position_embeddings" not in check(raw)
     configured(Path(raw["model"]["path"]), max_position_embeddings=8)
-    status, said = check(raw)
-    assert status == 0
-    assert "beyond the 8 positions" in said
+    assert "beyond the 8 positions" in check(raw)
     raw["train"]["steps"] = 2
     raw["train"]["validate_every"] = 0
     run(loads(yaml.safe_dump(raw)), "a")
@@ -276,12 +256,10 @@ def test_samples_that_are_longer_than_the_model_are_told(
 def test_a_warm_up_that_is_longer_than_the_epochs_is_refused(raw: dict[str, Any], tmp_path: Path, check: Any) -> None:
     raw["train"] |= {"steps": None, "epochs": 1, "warmup_steps": 100}
     rule = "together are longer than the run"
-    status, said = check(raw)
-    assert status == 2
-    assert rule in said
+    assert rule in check(raw, status=2)
     assert rule in refusal(raw)
     raw["train"]["warmup_steps"] = 0.1
-    assert check(raw)[0] == 0
+    check(raw)
 
 
 def test_a_weight_that_the_standard_deviation_divides_out_is_told(
@@ -289,9 +267,9 @@ def test_a_weight_that_the_standard_deviation_divides_out_is_told(
 ) -> None:
     by_source = {"sums": {"use": "tests.test_touch:untouched", "weight": 0.01}}
     online(raw, tmp_path, "", reward=by_source)
-    assert "rollout.reward.sums.weight: 0.01 has no effect" in check(raw)[1]
+    assert "rollout.reward.sums.weight: 0.01 has no effect" in check(raw)
     raw["algo"] = {"scale_by_std": False}
-    assert "has no effect" not in check(raw)[1]
+    assert "has no effect" not in check(raw)
 
 
 def test_a_run_without_a_step_takes_another_config(raw: dict[str, Any], tmp_path: Path) -> None:

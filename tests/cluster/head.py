@@ -39,26 +39,11 @@ def running(variables: Mapping[str, str] = {}, places: int = 3) -> Iterator[Head
         "TMPDIR": str(home),
     }
     gcs, jobs = outside_workers(), free_port()
-    line = [
-        sys.executable,
-        "-m",
-        ENTRY,
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
-        f"--port={gcs}",
-        "--node-ip-address=127.0.0.1",
-    ]
-    line += [
-        f"--num-cpus={places}",
-        f"--temp-dir={home / 'r'}",
-        "--disable-usage-stats",
-        "--dashboard-host=127.0.0.1",
-        f"--dashboard-port={jobs}",
-    ]
-    # jobs go through it: those of two clusters on one machine would meet
-    line += [f"--dashboard-agent-listen-port={free_port()}"]
+    # jobs go through the agent: those of two clusters on one machine would meet
+    ports = f"--port={gcs} --dashboard-port={jobs} --dashboard-agent-listen-port={free_port()}"
+    places_of = f"--num-cpus={places} --temp-dir={home / 'r'} --node-ip-address=127.0.0.1 --dashboard-host=127.0.0.1"
+    words = f"ray.scripts.scripts start --head --block --disable-usage-stats {places_of} {ports}"
+    line = [sys.executable, "-m", ENTRY, *words.split()]
     with (home / "log").open("w") as log:
         started = subprocess.Popen(
             line, env=env | dict(variables) | as_child(), stdout=log, stderr=log, start_new_session=True

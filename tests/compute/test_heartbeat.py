@@ -1,11 +1,15 @@
 """A launcher hears which rank was stopped and which one hangs, and keeps quiet about those that work."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -143,9 +147,6 @@ def test_a_launcher_that_cannot_be_reached_does_not_stop_the_work(monkeypatch, c
 
 
 def test_progress_bars_and_long_lines_are_kept_short():
-    import io
-    from collections import deque
-
     kept: deque[str] = deque(maxlen=heartbeat.LINES)
     tail = heartbeat.Tail(io.StringIO(), kept)
     for i in range(100):
@@ -157,8 +158,6 @@ def test_progress_bars_and_long_lines_are_kept_short():
 def test_the_place_of_a_library_installed_ptf_is_found(monkeypatch):
     """In site-packages as ptf itself may be, its frames count; other libraries' do not. In a thread of its own: of
     whoever runs tests nothing is below it."""
-    import threading
-    from concurrent.futures import ThreadPoolExecutor
 
     def place() -> str:
         return heartbeat.code_location(threading.get_ident())
@@ -187,9 +186,6 @@ def test_seconds_of_phases_are_their_own_and_add_up():
 
 
 def test_the_place_of_a_thread_is_in_code_that_is_not_the_librarys():
-    import json
-    import threading
-
     def parse() -> None:
         json.loads("1", parse_int=lambda _: found.append(heartbeat.code_location(threading.get_ident())))
 

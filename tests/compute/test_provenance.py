@@ -20,11 +20,8 @@ from tests.train.test_loop import train
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(
-        shutil.copytree(
-            ROOT / "ptf", tmp_path_factory.mktemp("copy") / "ptf", ignore=shutil.ignore_patterns("__pycache__")
-        )
-    )
+    place = tmp_path_factory.mktemp("copy") / "ptf"
+    return Path(shutil.copytree(ROOT / "ptf", place, ignore=shutil.ignore_patterns("__pycache__")))
 
 
 @pytest.mark.parametrize(
@@ -76,14 +73,8 @@ def test_nothing_that_a_run_imports_is_left_out() -> None:
         if any(fnmatch(file.relative_to(ROOT / "ptf").as_posix(), tool) for tool in TOOLS)
     }
     assert len(left_out) >= len(TOOLS)
-    waiting, reached = (
-        [
-            "ptf.run",
-            "ptf.evaluate.measurement",
-            *(name for name in there if name.startswith(("ptf.recipes.", "ptf.model.families", "ptf.tasks."))),
-        ],
-        set(),
-    )
+    waiting, reached = ["ptf.run", "ptf.evaluate.measurement"], set()
+    waiting += [name for name in there if name.startswith(("ptf.recipes.", "ptf.model.families", "ptf.tasks."))]
     while waiting:
         name = waiting.pop()
         if name in reached:

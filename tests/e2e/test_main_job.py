@@ -63,14 +63,8 @@ class Place:
         return [sys.executable, str(ROOT / "flows" / f"{flow}_flow.py"), *words]
 
     def run_words(self, config: str, sets: list[str]) -> list[str]:
-        return [
-            "run",
-            "--config",
-            str(ROOT / config),
-            *(w for s in sets for w in ("--set", s)),
-            "--run-id-file",
-            str(self.home / "run_id"),
-        ]
+        words = ["run", "--config", str(ROOT / config), "--run-id-file", str(self.home / "run_id")]
+        return [*words, *(w for s in sets for w in ("--set", s))]
 
     def do(self, command: list[str], timeout: float = 1200) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -288,19 +282,9 @@ def test_torchrun_runs_the_same_job_without_ray(place, on_the_fly):
     overrides = [
         w for s in place.sets("torchrun", "compute.workers=2", "data.pretokenize=false", *STEPS) for w in ("--set", s)
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "ptf.run",
-        str(ROOT / SFT),
-        *overrides,
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ptf.run"]
     place.env["TMPDIR"] = str(place.home)  # torchrun leaves a directory there
-    done = place.do([*command, "--run-name", "a"])
+    done = place.do([sys.executable, *launcher, str(ROOT / SFT), *overrides, "--run-name", "a"])
     assert done.returncode == 0, done.stderr[-3000:]
     for a, b in zip(facts(on_the_fly), facts(place.home / "torchrun" / "a"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-6)

@@ -4,31 +4,22 @@ from pathlib import Path
 
 import torch
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {
-    "olmo2": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-    },
+    "olmo2": {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},  # tied, learned positions, dropout
     "mixtral": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        **SIZES,
         "num_key_value_heads": 2,
         "intermediate_size": 24,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },  # stored an expert at a time, computed stacked
     # scaled logits
-    "cohere": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48},
+    "cohere": {**SIZES, "intermediate_size": 48},
     # frequencies that change beyond 32 tokens, and change back
     "phi3": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        **SIZES,
         "num_key_value_heads": 2,
         "intermediate_size": 48,
         "original_max_position_embeddings": 32,

@@ -12,14 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptf.artifact import Artifact
+from ptf.compute.world import World
 from ptf.config import ConfigError, loads
 from ptf.config.section import Plugin
+from ptf.config.sections.model import ModelConfig
+from ptf.data.batch import Batch
+from ptf.data.encode import encode_preference
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.evaluate.evaluation_check import check_evaluation
 from ptf.evaluate.gate import Worse
 from ptf.evaluate.measurement import auc, calibration_error, compute_own_metric, measure_run
 from ptf.publish.publishing import _raise_if_worse
+from ptf.recipes.rm.recipe import RM
+from ptf.train.trainer import load_model
 from tests.recipes.of_keys import of_keys
 from tests.tiny import arithmetic
 from tests.train.test_loop import facts, train
@@ -102,13 +108,6 @@ def test_of_distillation_it_measures_kl_to_the_teacher_and_the_loss_of_the_data(
 
 def test_transformers_reads_the_same_scores(tmp_path):
     from transformers import AutoModelForSequenceClassification
-
-    from ptf.compute.world import World
-    from ptf.config.sections.model import ModelConfig
-    from ptf.data.batch import Batch
-    from ptf.data.encode import encode_preference
-    from ptf.recipes.rm.recipe import RM
-    from ptf.train.trainer import load_model
 
     raw = preferences(tmp_path, "rm")
     run = train(raw, "run", train__steps=4)

@@ -195,15 +195,7 @@ class Trials:
         found, fired = found_of(made), place / "fired"
         happened = [json.loads(line) for line in fired.read_text().splitlines()] if fired.exists() else []
         wrong = [] if happened else ["the fault did not happen"]
-        said = (
-            (
-                SAID_OF_ENGINES.get(trial.fault, "the rollout engine")
-                if trial.place == "engine"
-                else self._said(trial, happened)
-            )
-            if happened
-            else ""
-        )
+        said = self._said(trial, happened) if happened else ""
         after = [
             when - happened[0]["time"]
             for when, line in lines
@@ -234,6 +226,8 @@ class Trials:
 
     def _said(self, trial: Trial, happened: list[dict[str, Any]]) -> str:
         """An environment that begins with garbage is told so in other words."""
+        if trial.place == "engine":
+            return SAID_OF_ENGINES.get(trial.fault, "the rollout engine")
         begins = trial.place == "environment" and len(json.loads(happened[0]["question"])) == 2
         if trial.fault in REWARDS and trial.place == "environment":
             return "environment" if begins else "the reward of a step is"
@@ -256,11 +250,8 @@ class Trials:
             same = found["metrics"] == want["metrics"] and found["weights"] == want["weights"]
             return [] if same else ["answers are the same, metrics or weights are not"]
         if trial.place == "engine":
-            return (
-                []
-                if apart not in found["answers"] and apart not in found["metrics"] and status
-                else ["steps after an engine's fault were made"]
-            )
+            made = apart in found["answers"] or apart in found["metrics"] or not status
+            return ["steps after an engine's fault were made"] * made
         if not trial.lasts and trial.fault not in NOT_ASKED_AGAIN:
             return [f"step {apart} differs though the fault passed"]
         for a, b in zip(found["answers"].get(apart, []), want["answers"][apart], strict=False):

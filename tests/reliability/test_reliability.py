@@ -4,14 +4,13 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.child import run_python
 from tests.reliability.exactly_once import audit
 from tests.reliability.kills import decided_state
 from tests.reliability.remains import in_shared_memory, used_by_others
@@ -60,13 +59,8 @@ WALL_TRIALS = [
 def tried(trials: list[tuple[str, list[Any], str | None, str]], place: Path) -> list[dict[str, Any]]:
     """Make trials, each of which has to end as it says; return what is kept of them."""
     given = json.dumps([trial[:3] for trial in trials])
-    command, environment = (
-        [sys.executable, "-m", "tests.reliability.kills", str(place), given],
-        {"OMP_NUM_THREADS": "1", "SUITE_GRACE_S": "1"},
-    )
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "SUITE_GRACE_S": "1"}
+    done = run_python("-m", "tests.reliability.kills", place, given, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for (recipe, traps, fault, outcome), one in zip(trials, found, strict=True):
@@ -153,16 +147,8 @@ def test_the_ledger_of_answers_counts_what_went_wrong() -> None:
 @pytest.mark.cluster  # and `make resumes`, a hundred times
 def test_of_two_resumes_at_once_one_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     """The other says who holds the run; where that one is killed too, the next goes on at once."""
-    command = [sys.executable, "-m", "tests.reliability.resumes", str(tmp_path), "disk", "3"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = run_python("-m", "tests.reliability.resumes", tmp_path, "disk", 3, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["wrong"] for one in found] == [[], [], []]

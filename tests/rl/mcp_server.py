@@ -65,21 +65,16 @@ def answered(method, asked):
         return {"protocolVersion": asked["protocolVersion"], "capabilities": {"tools": {}}, "serverInfo": server}
     if method == "tools/list":  # in two pages
         names = list(TOOLS)
-        return (
-            {"tools": [listed(n) for n in names[2:]]}
-            if asked.get("cursor")
-            else {"tools": [listed(n) for n in names[:2]], "nextCursor": "2"}
-        )
+        if asked.get("cursor"):
+            return {"tools": [listed(n) for n in names[2:]]}
+        return {"tools": [listed(n) for n in names[:2]], "nextCursor": "2"}
     if method == "tools/call":
         try:
             text = TOOLS[asked["name"]](**asked["arguments"])
         except TypeError as error:
             return -32602, f"{asked['name']}: {error}"
-        return {
-            "content": [{"type": "text", "text": text}, {"type": "image", "data": "", "mimeType": "image/png"}][
-                : 1 + (text == "15")
-            ]
-        }
+        picture = {"type": "image", "data": "", "mimeType": "image/png"}
+        return {"content": [{"type": "text", "text": text}, *([picture] if text == "15" else [])]}
     return -32601, f"no method {method}"
 
 

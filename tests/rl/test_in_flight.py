@@ -91,10 +91,6 @@ def run(config: RolloutConfig, play, steps: int = STEPS, ledger: Path | None = N
     return taken, engine.served
 
 
-def ages(groups: list[InFlightGroup], step: int) -> list[int]:
-    return [step - group.admitted for group in groups]
-
-
 def told(taken):
     def said(group):
         return [(g.sampled_ids.tolist(), g.versions.tolist()) for t in group.trajectories for g in t.generations]
@@ -112,7 +108,7 @@ def test_every_group_is_trained_once_and_at_most_k_versions_old(k, full, update,
     numbers = [group.number for of in taken for group in of]
     assert len(set(numbers)) == len(numbers) == 120
     assert max(numbers) < 120 + 4 * (1 + k), "no group waits for ever while later ones are taken"
-    found = [age for step, of in enumerate(taken) for age in ages(of, step)]
+    found = [step - group.admitted for step, of in enumerate(taken) for group in of]
     assert 0 <= min(found) <= max(found) <= k
     assert max(found) > 0
     several = [

@@ -3,13 +3,12 @@ trained twice or sampled otherwise."""
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import yaml
 
+from tests.child import run_python
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_controller import train
 from tests.rl.test_pools import left
@@ -67,13 +66,6 @@ def test_a_run_that_is_killed_in_every_phase_ends_as_one_that_is_not(raw, tmp_pa
     script.write_text(textwrap.dedent(KILLED))
     job.write_text(yaml.safe_dump(raw))
     for step, phase in enumerate(PHASES):
-        done = subprocess.run(
-            [sys.executable, str(script), str(job), phase, str(step)],
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = run_python(script, job, phase, step, env={**os.environ, "PYTHONPATH": os.getcwd()})
         assert done.returncode == -signal.SIGKILL, f"{phase}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     assert left(train(raw, "killed")) == left(train(raw, "whole"))

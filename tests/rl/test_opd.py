@@ -1,5 +1,7 @@
 """On-policy distillation: the signal is the teacher's, token by token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import yaml
@@ -20,16 +22,8 @@ TEACHER = of_keys(OPD, teacher="t")
 
 def test_every_token_is_credited_with_what_the_teacher_thinks_of_it_whatever_the_reward():
     made = [trajectory(i, outcome) for i, outcome in enumerate((Reward(1.0), Reward(0.0), NoResult("away")))]
-    made = [
-        type(t)(
-            t.prompt,
-            t.generations,
-            "",
-            t.outcome,
-            {**t.token_columns, "teacher_logprobs": t.token_columns["reference_logprobs"]},
-        )
-        for t in made
-    ]
+    columns = [t.token_columns | {"teacher_logprobs": t.token_columns["reference_logprobs"]} for t in made]
+    made = [replace(t, token_columns=of) for t, of in zip(made, columns, strict=True)]
     units = TEACHER.compute_advantages([tuple(made)])
     for (sample,), t in zip(units, made, strict=True):
         said = sample.loss_weights != 0

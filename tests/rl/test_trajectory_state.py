@@ -12,13 +12,8 @@ IDS = st.lists(st.integers(0, 3), max_size=6)
 
 def generation(context: list[int], sampled: list[int]) -> Generation:
     n = len(sampled)
-    return Generation(
-        np.array(context, np.int32),
-        np.array(sampled, np.int32),
-        np.linspace(-1, 0, n, dtype=np.float32),
-        np.arange(n, dtype=np.int32),
-        bool(n % 2),
-    )
+    logprobs, versions = np.linspace(-1, 0, n, dtype=np.float32), np.arange(n, dtype=np.int32)
+    return Generation(np.array(context, np.int32), np.array(sampled, np.int32), logprobs, versions, bool(n % 2))
 
 
 def fields(generations):

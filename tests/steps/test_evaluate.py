@@ -94,21 +94,7 @@ def test_what_passes_and_what_does_not() -> None:
         "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, "
         "name: EADDRINUSE"
     )
-    assert all(
-        map(
-            is_transient,
-            [distributed, Lost("rank 1 died"), Retryable("Ray did not start"), ConnectionResetError("gone")],
-        )
-    )
-    assert not any(
-        map(
-            is_transient,
-            [
-                UserError("no such file"),
-                ValueError("x"),
-                RuntimeError("shapes differ"),
-                Stopped(1, 2, "there"),
-                FileNotFoundError("x"),
-            ],
-        )
-    )
+    passing = [distributed, Lost("rank 1 died"), Retryable("Ray did not start"), ConnectionResetError("gone")]
+    lasting = [UserError("no such file"), ValueError("x"), RuntimeError("shapes differ"), FileNotFoundError("x")]
+    assert all(map(is_transient, passing))
+    assert not any(map(is_transient, [*lasting, Stopped(1, 2, "there")]))

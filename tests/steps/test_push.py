@@ -37,14 +37,9 @@ class Answers(loopback.Answers):
             self.server.made.append(json.loads(body))
             return self.answer({"url": f"{constants.ENDPOINT}/team/name", "name": "team/name"})
         if "/preupload/" in self.path:
-            return self.answer(
-                {
-                    "files": [
-                        {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
-                        for one in json.loads(body)["files"]
-                    ]
-                }
-            )
+            paths = [one["path"] for one in json.loads(body)["files"]]
+            files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]
+            return self.answer({"files": files})
         if self.path.endswith("/validate-yaml"):
             return self.answer({"errors": [], "warnings": []})
         for line in map(json.loads, body.splitlines()):
@@ -58,12 +53,9 @@ class Answers(loopback.Answers):
 
     def do_GET(self) -> None:
         if "/tree/" in self.path:
-            return self.answer(
-                [
-                    {"type": "file", "path": name, "oid": "b" * 40, "size": len(data)}
-                    for name, data in self.server.held.items()
-                ]
-            )
+            sizes = {name: len(data) for name, data in self.server.held.items()}
+            about = {"type": "file", "oid": "b" * 40}
+            return self.answer([{**about, "path": name, "size": size} for name, size in sizes.items()])
         return self.answer({"error": "no such repository"}, 404)
 
 
@@ -99,11 +91,8 @@ def test_every_file_is_in_one_commit_of_a_private_repository(hub, version, capsy
 )
 def test_a_hub_that_does_not_take_it_is_one_message(hub, version, monkeypatch, fault, repository):
     if fault == "gone":
-        monkeypatch.setattr(
-            huggingface_hub,
-            "HfApi",
-            functools.partial(huggingface_hub.HfApi.func, endpoint="http://127.0.0.1:9", token="hf_secret"),
-        )
+        nowhere = {"endpoint": "http://127.0.0.1:9", "token": "hf_secret"}
+        monkeypatch.setattr(huggingface_hub, "HfApi", functools.partial(huggingface_hub.HfApi.func, **nowhere))
     hub.refuses = fault == "refuses"
     with pytest.raises(UserError, match=r"v1 is published, but not on the hub: .*") as error:
         push(version, repository, "v1")

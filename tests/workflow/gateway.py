@@ -87,16 +87,8 @@ class Gateway:
         fsid, conf = str(uuid.uuid4()), self.at / "ceph.conf"
         conf.write_text(CONF.format(fsid=fsid, at=self.at, mon=self.ports[0], rgw=self.ports[1]))
         with contextlib.ExitStack() as stack:
-            self._ran(
-                "monmaptool",
-                "--create",
-                "--fsid",
-                fsid,
-                "--addv",
-                "a",
-                f"[v1:127.0.0.1:{self.ports[0]}/0]",
-                str(self.at / "monmap"),
-            )
+            monitor = f"[v1:127.0.0.1:{self.ports[0]}/0]"
+            self._ran("monmaptool", "--create", "--fsid", fsid, "--addv", "a", monitor, self.at / "monmap")
             self._ran("ceph-mon", "-c", conf, "-i", "a", "--mkfs", "--monmap", self.at / "monmap")
             self._start(stack, "ceph-mon", "-f", "-c", conf, "-i", "a")
             until(lambda: self._asked("ceph", "-c", conf, "--connect-timeout", "5", "-s"), "the monitor")
@@ -113,21 +105,9 @@ class Gateway:
             until(stores, "the object store")
             self._start(stack, "radosgw", "-f", "-c", conf, "-n", "client.rgw")
             until(self._answers, "the gateway")
+            user = "user", "create", "--uid", "ptf", "--display-name", "ptf"
             keys = "--access-key", self.key, "--secret-key", self.secret
-            self._ran(
-                "radosgw-admin",
-                "-c",
-                conf,
-                "-n",
-                "client.rgw",
-                "user",
-                "create",
-                "--uid",
-                "ptf",
-                "--display-name",
-                "ptf",
-                *keys,
-            )
+            self._ran("radosgw-admin", "-c", conf, "-n", "client.rgw", *user, *keys)
             yield self
 
     def _answers(self) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from ptf.compute.tracking import read_metrics
+from tests.child import run_python
 from tests.flows.toy import ROOT, Toy, descendants, is_gone
 from tests.tiny import arithmetic
 from tests.waiting import until
@@ -63,15 +64,8 @@ def test_a_flow_on_ray_that_is_killed_in_the_middle_is_resumed_to_the_same_bits(
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     (tmp_path / "flow").mkdir()
     toy, flow = Toy(tmp_path / "flow"), ROOT / "flows" / "sft_flow.py"
-    line = [
-        sys.executable,
-        str(flow),
-        "run",
-        "--config",
-        str(tmp_path / "job.yaml"),
-        "--run-id-file",
-        str(tmp_path / "id"),
-    ]
+    words = ["run", "--config", str(tmp_path / "job.yaml"), "--run-id-file", str(tmp_path / "id")]
+    line = [sys.executable, str(flow), *words]
     run = subprocess.Popen(line, cwd=toy.directory, env=toy.env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until(lambda: len(steps(tmp_path)) >= 45 or run.poll() is not None, seconds=480)
@@ -88,18 +82,8 @@ def test_a_flow_on_ray_that_is_killed_in_the_middle_is_resumed_to_the_same_bits(
     assert "published " in done.stdout
     assert steps(tmp_path) == list(range(1, 151))
     run_name = next(tmp_path.glob("runs/*/metrics.jsonl")).parent
-    again = [
-        sys.executable,
-        "-m",
-        "ptf.cli",
-        "train",
-        str(run_name / "job.yaml"),
-        "--set",
-        f"output={tmp_path / 'other'}",
-        "--run-name",
-        "b",
-    ]
-    subprocess.run(again, env=toy.env, check=True, capture_output=True, timeout=900)
+    again = ["train", run_name / "job.yaml", "--set", f"output={tmp_path / 'other'}", "--run-name", "b"]
+    run_python("-m", "ptf.cli", *again, env=toy.env, check=True, timeout=900)
     one, other = (place / "model" / "model.safetensors" for place in (run_name, tmp_path / "other" / "b"))
     assert one.read_bytes() == other.read_bytes()
 

@@ -25,6 +25,7 @@ from ptf.rl.endpoint.session import Bounds, Session
 from ptf.rl.engines.protocol import Progress, Request, Sampling
 from ptf.rl.episodes import Episode, run_all
 from ptf.rl.policy.policy import Limits, Policy
+from tests.rl.endpoint.served import Scripted
 
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}}}
 TOOL = {"type": "function", "function": {"name": "lookup", "description": "looks a place up", "parameters": PARAMETERS}}
@@ -48,13 +49,11 @@ STOPS = ["END", "answer", "\n\n", "👩", "is 7", "語"]
 SCALE = 4096  # positions in a log-prob
 
 
-class ScriptedEngine:
+class ScriptedEngine(Scripted):
     """An engine whose answer is a function of the request's seed, and that keeps what it served."""
 
-    name, version, in_batches = "scripted", 3, False
-
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         self.served: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # seed → context, sampled ids
 
     def ids_of(self, seed: int) -> list[int]:
@@ -93,10 +92,6 @@ class ScriptedEngine:
         finished = ids[-1] in stops
         return Generation(request.context, sampled, logprobs, np.full(len(ids), 3, np.int32), finished)
 
-    async def generate(self, request: Request) -> Generation:
-        await asyncio.sleep(0)
-        return self.generation(request)
-
     async def stream(self, request: Request):
         generation, rng, at = self.generation(request), random.Random(-request.seed), 0
         while at < len(generation.sampled_ids):
@@ -105,11 +100,6 @@ class ScriptedEngine:
             whole = generation if end == len(generation.sampled_ids) else None
             yield Progress(0, generation.sampled_ids[at:end], generation.logprobs[at:end], whole)
             at = end
-
-    def load_weights(self, buckets, manifest): ...
-    def prompt_logprobs(self, tokens): ...
-    def sleep(self): ...
-    def wake(self): ...
 
 
 class RawClient:

@@ -49,17 +49,9 @@ def liked(tmp_path_factory) -> str:
 
 @pytest.fixture
 def taste(liked) -> RewardModelClient:
-    spec = RoleSpec(
-        "reward_model",
-        RewardModel,
-        ModelSettings(
-            directory=Path(liked),
-            section=ModelConfig(path=liked),
-            train=TrainConfig(steps=1, lr=1e-3, precision="fp32", micro_batch_sequences=2),
-            seed=0,
-            seq_len=64,
-        ),
-    )
+    config = TrainConfig(steps=1, lr=1e-3, precision="fp32", micro_batch_sequences=2)
+    settings = ModelSettings(directory=Path(liked), section=ModelConfig(path=liked), train=config, seed=0, seq_len=64)
+    spec = RoleSpec("reward_model", RewardModel, settings)
     group = LocalCluster(World(), [Pool("all", frozenset({"reward_model"}), (1,))]).start(spec)
     return RewardModelClient(group, Tokenizer.load(liked), 64, 0.5)
 
