@@ -17,8 +17,9 @@ from commands import options
 from flow_runs import results_page
 from pages import head, spread, table, write_page
 from published_shapes import qwen3
+from torch.utils._pytree import tree_map_only
 
-from ptf.compute.checkpoint import Checkpoints, copied, tensors_of
+from ptf.compute.checkpoint import Checkpoints, tensors_of
 from ptf.compute.saver import Saver
 from ptf.compute.world import joined
 from ptf.config.sections.checkpoint import CheckpointConfig
@@ -53,7 +54,7 @@ def main() -> None:
         saver = Saver(saves, world, 600)
         for step in range(1, asked.saves + 1):
             began = time.perf_counter()
-            held = copied(tensors_of(model, optimizer))
+            held = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), tensors_of(model, optimizer))
             copy_s = time.perf_counter() - began
             del held
             stall_s = saver.save(step, model, optimizer, {}, {})

@@ -61,11 +61,6 @@ def _tensors(model: nn.Module, weights: Mapping[str, Any], optimizer: Mapping[st
     return {"model": trained, "optimizer": {"state": optimizer["state"]}}
 
 
-def copied(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Copy the tensors to the host, so that training may continue."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), tensors)
-
-
 def write(
     directory: str,
     tensors: dict[str, Any],

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ptf import storage
-from ptf.compute.checkpoint import Checkpoints, Entries, copied, tensors_of, write
+from ptf.compute.checkpoint import Checkpoints, Entries, tensors_of, write
 from ptf.compute.lease import LeaseLost
 from ptf.compute.world import World
 from ptf.errors import UserError
@@ -55,8 +55,9 @@ class BackgroundWriter:
         change any more. The checkpoint before must have been waited for.
         """
         assert self.thread is None
-        tensors = copied(tensors_of(model, optimizer))
-        self.num_bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
+        # copied to the host, so that training may continue
+        tensors = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), tensors_of(model, optimizer))
+        self.num_bytes = sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, Tensor))
         self.entries, self.error = {}, None
 
         def work() -> None:

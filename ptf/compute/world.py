@@ -171,12 +171,13 @@ def joined(
     else:
         heap.keep()
     backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
-    limit = timedelta(seconds=timeout_s)
-    if size > 1:
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=limit)
-    else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
+    dist.init_process_group(
+        backend,
+        store=None if size > 1 else dist.HashStore(),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
     try:
         world = World(rank, Meshes.of(where.type, sizes or MeshSizes(shard=size)), where)
         with beating(world.clock, rank):

@@ -59,7 +59,6 @@ EXPERT = ParallelStyle(
     forward=own_experts,
 )
 # every rank computes linear attention whole, and the first rank's output counts
-REPEATED = ROUTER
 FIRST_RANK = ParallelStyle(
     {w: ParamSharding(partial=True, once=True) for w in ("weight", "lora_b")} | {"lora_a": PARTIAL_GRADIENT}
 )
@@ -71,9 +70,9 @@ PLAN: Mapping[str, ParallelStyle] = {
     "layers.*.attn": ParallelStyle(
         {"sinks": SHARD_DIM0, "a_log": PARTIAL_GRADIENT, "dt_bias": PARTIAL_GRADIENT}, sequence_parallel=True
     ),
-    "layers.*.attn.qkv*_proj": REPEATED,
-    "layers.*.attn.[zba]_proj": REPEATED,
-    "layers.*.attn.ba_proj": REPEATED,
+    "layers.*.attn.qkv*_proj": ROUTER,
+    "layers.*.attn.[zba]_proj": ROUTER,
+    "layers.*.attn.ba_proj": ROUTER,
     "layers.*.attn.conv": SEQUENCE,
     "layers.*.attn.norm": SEQUENCE,
     "layers.*.attn.out_proj": FIRST_RANK,

@@ -9,7 +9,7 @@ them trained; experts get equal shares.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -257,12 +257,14 @@ def budget(
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
         flops = Flops.of(model)
         by_role = beside if beside is not None else {} if recipe.precompute else recipe.frozen_models
-        others = [_frozen_model(frozen_model, role, model, mesh, precision) for role, frozen_model in by_role.items()]
+        others = [_frozen_model(spec, role, job, directory, recipe.head, mesh) for role, spec in by_role.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         layers = _layers(model, dtype, ranks.tensor, compiled=job.train.compile is not False)
         parallelize(model, mesh, precision)
         sizes = _sizes(model, eight_bit=job.train.optimizer == "adamw_8bit")
-        frozen_models, gathered = _beside(job, directory, recipe, mesh, sizes, by_role, others)
+    loaded = [
+        other for spec, (other, _) in zip(by_role.values(), others, strict=True) if needs_weights(spec, job.model)
+    ]
     sequences = min(job.train.micro_batch_sequences, -(-in_step // ranks.data))
     run = _Run(
         job.train.activation_checkpointing,
@@ -270,8 +272,8 @@ def budget(
         job.data.seq_len,
         dtype.itemsize,
         frozen_dtype(directory, precision, exported=True).itemsize,
-        frozen_models,
-        gathered,
+        sum(other.here for other in loaded) / sizes.here,
+        max((2 * other.block + other.root for other in loaded), default=0),
         softcapped=model.config.softcap is not None,
         offloaded=job.train.optimizer == "adamw_offload",
         eight_bit=job.train.optimizer == "adamw_8bit",
@@ -308,30 +310,6 @@ def _sequences_of_step(job: Job, ranks: int) -> int:
     return job.train.global_batch_sequences
 
 
-def _beside(
-    job: Job,
-    directory: Path,
-    recipe: Recipe,
-    mesh: DeviceMesh | None,
-    sizes: _Sizes,
-    by_role: Mapping[str, FrozenModelSpec],
-    others: Sequence[tuple[_Sizes | None, Flops]],
-) -> tuple[float, int]:
-    """Return the weights of the frozen models on the same GPUs, as a multiple of the elements of `sizes`, and the most
-    elements that one of them gathers."""
-    unrounded = sizes
-    if sizes.quantised and by_role:  # a frozen model of the same shape has no quantised weights
-        plain = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model))
-        unrounded = _sizes(parallelize(plain, mesh, job.train.precision))
-    own = [
-        other or unrounded
-        for frozen_model, (other, _) in zip(by_role.values(), others, strict=True)
-        if needs_weights(frozen_model, job.model)
-    ]
-    gathered = max((2 * other.block + other.root for other in own), default=0)
-    return sum(other.here for other in own) / sizes.here, gathered
-
-
 def frozen_memory(
     job: Job, directory: Path, workers: int, head: Literal["lm", "scalar"] = "lm", length: int | None = None
 ) -> Memory:
@@ -356,18 +334,18 @@ def frozen_memory(
 
 
 def _frozen_model(
-    frozen_model: FrozenModelSpec, role: str, model: Model, mesh: DeviceMesh | None, precision: str
-) -> tuple[_Sizes | None, Flops]:
-    """Return a frozen model's sizes (None if they are the model's) and the FLOPs of its forward pass."""
-    if frozen_model.same_architecture:
-        return None, forward_flops(model)
-    try:
-        other = bridge.build(config_directory(str(frozen_model.path)))
-    except UserError as error:
-        raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
-    flops = forward_flops(other)
-    parallelize(other, mesh, precision)
-    return _sizes(other), flops
+    spec: FrozenModelSpec, role: str, job: Job, directory: Path, head: Literal["lm", "scalar"], mesh: DeviceMesh | None
+) -> tuple[_Sizes, Flops]:
+    """Return a frozen model's sizes and the FLOPs of its forward pass."""
+    if spec.same_architecture:
+        model = bridge.build(directory, head=head, factory=layer_factory_of(job.model))
+    else:
+        try:
+            model = bridge.build(config_directory(str(spec.path)))
+        except UserError as error:
+            raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
+    flops = forward_flops(model)
+    return _sizes(parallelize(model, mesh, job.train.precision)), flops
 
 
 @contextlib.contextmanager

@@ -48,10 +48,15 @@ def job_tokenizer(job: Job, run: Path | None, verify_up_to: float | None) -> Tok
 def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:
     """Give the tokenizer the job's chat template and rendering; it is changed in place and returned.
 
-    `run`: the run's directory, in which the date is kept; without one, the date is today's or the job's.
+    `run`: the run's directory, in which the date is kept; without one, the date is today's or the job's. Raises
+    UserError if the template cannot be read.
     """
-    template = job.model.chat_template
-    tokenizer.set_template(None if template is None else template_text(template), job.model.template_args)
+    text = path = job.model.chat_template
+    try:
+        text = path and storage.read_text(path)
+    except (storage.Missing, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"model.chat_template: {path} cannot be read: {error}") from None
+    tokenizer.set_template(text, job.model.template_args)
     return with_run_rendering(job, tokenizer, run, served=job.data.response_rendering == "append")
 
 
@@ -62,14 +67,6 @@ def with_run_rendering(job: Job, tokenizer: Tokenizer, run: Path | None, served:
         date = job.data.date or (datetime.date.today().isoformat() if run is None else pinned_date(run))
     tokenizer.rendering = Rendering(date, served, job.data.omitted_context == "allow", job.data.consecutive_turns)
     return tokenizer
-
-
-def template_text(path: str) -> str:
-    """Read a chat template. Raises UserError if it cannot be read."""
-    try:
-        return storage.read_text(path)
-    except (storage.Missing, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"model.chat_template: {path} cannot be read: {error}") from None
 
 
 def pinned_date(run: Path) -> str:

@@ -1,5 +1,6 @@
 """The offline training loop; every rank runs the same program."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -16,23 +17,24 @@ from ptf.compute.tracking import Tracker
 from ptf.compute.world import World
 from ptf.config import Job, dump, loads, raise_if_fixed_keys_changed
 from ptf.data.batch import Batch
+from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
 from ptf.model.fused import attention_of
 from ptf.model.model import Model
 from ptf.model.sharding import compilation
-from ptf.train import nonfinite
 from ptf.train.adapter import export_adapter
 from ptf.train.dataloading import planned_steps
-from ptf.train.early_stopping import EarlyStopping
 from ptf.train.export import MODEL, export
 from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.optim import Schedule
 from ptf.train.parts import Parts, build
 from ptf.train.step_metrics import StepMeter
-from ptf.train.validate import held_out_metrics
+from ptf.train.validate import EarlyStopping, held_out_metrics
 from ptf.train.warm_up import in_passes, warm_up
 from ptf.workspace import progress
+
+MOST_NONFINITE = 10  # so many consecutive steps without a finite loss end the run
 
 
 def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
@@ -141,8 +143,8 @@ class Loop:
         """
         parts, world = self.parts, self.parts.world
         self.skipped += 1
-        directory = nonfinite.write_documents(parts.run, self.step + 1, micro, parts.tokenizer, world)
-        if parts.job.train.on_nonfinite == "stop" or self.skipped >= nonfinite.MOST:
+        directory = _write_documents(parts.run, self.step + 1, micro, parts.tokenizer, world)
+        if parts.job.train.on_nonfinite == "stop" or self.skipped >= MOST_NONFINITE:
             repeats = f", {self.skipped} times in a row" if self.skipped > 1 else ""
             advice = (
                 "continue this run with train.on_nonfinite: skip, or start one with a lower train.lr or "
@@ -239,6 +241,23 @@ class Loop:
         self.parts.saver.writer.join(60.0)
         if self.track:
             self.track.close()
+
+
+def _write_documents(run: Path, step: int, batches: Sequence[Batch], tokenizer: Tokenizer, world: World) -> Path:
+    """Write this rank's documents of the step and return the directory of all ranks.
+
+    Each document is one JSON object on a line, with its ids and its text.
+    """
+    directory = run / "nonfinite" / f"step_{step:08}"
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for batch in batches:
+        tokens, segments = batch.tokens[batch.segments >= 0], batch.segments[batch.segments >= 0]
+        for document, source in enumerate(batch.sources):
+            ids = tokens[segments == document].tolist()
+            lines.append(json.dumps({"source": source, "tokens": ids, "text": tokenizer.decode(ids)}) + "\n")
+    (directory / f"rank_{world.rank:05}.jsonl").write_text("".join(lines))
+    return directory
 
 
 def export_run(parts: Parts, ends: int) -> None:

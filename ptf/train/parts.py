@@ -21,7 +21,7 @@ from ptf.model.model import Model
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe
 from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions
-from ptf.train.deterministic import DeterministicTrainer, trainer_of
+from ptf.train.deterministic import trainer_of
 from ptf.train.export_settings import classifier_config
 from ptf.train.model_source import StartingModel, load_frozen_models
 from ptf.train.precompute import precompute_sources
@@ -72,8 +72,6 @@ def build(job: Job, world: World, run: Path, lease: Lease) -> Parts:
     else:
         data_job, frozen_models = job, load_frozen(recipe.frozen_models)
     trainer = trainer_of(job.train, model, world, frozen_models)
-    if isinstance(trainer, DeterministicTrainer):
-        trainer.raise_if_large(job.train.global_batch_sequences // world.size)
     partitions = make_partitions(data_job, recipe, tokenizer, run)
     loader = make_loader(data_job, partitions, world)
     held_out = held_out_sequences(data_job, recipe, tokenizer, run / "quarantine" if world.leads else None)

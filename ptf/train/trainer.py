@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,6 @@ from ptf.model.recompute import Recompute
 from ptf.model.sharding import compiles, parallelize
 from ptf.recipes.protocol import Recipe
 from ptf.train.components import layer_factory_of, report
-from ptf.train.device_batches import on_device
 from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.optimizer_offload import OffloadedMoments
@@ -120,6 +119,32 @@ def discard_gradients(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 group._partial_reduce_output = None
+
+
+def on_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield the batches on a device. While one batch is used on a GPU, the next one is copied there on another stream.
+
+    The caller must keep the host's batches unchanged until the GPU has finished the work that was queued: a copy from
+    pinned memory returns before it is complete.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    copying, computing = torch.Stream(device=device), torch.accelerator.current_stream(device)
+
+    def copied(batch: Batch) -> Batch:
+        with copying:
+            return batch.to(device)
+
+    following = copied(batches[0])
+    for i in range(len(batches)):
+        batch = following
+        computing.wait_stream(copying)
+        for tensor in batch.tensors():
+            tensor.record_stream(computing)  # so that its memory is not used again while it is read
+        if i + 1 < len(batches):
+            following = copied(batches[i + 1])
+        yield batch
 
 
 LARGEST = "_max"  # end of the names of metrics that are largest values, not means

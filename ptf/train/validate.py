@@ -1,6 +1,8 @@
-"""Held-out metrics while training: the recipe's own loss and metrics over a finite, fixed set of sequences."""
+"""Held-out metrics while training: the recipe's own loss and metrics over a finite, fixed set of sequences; and early
+stopping, which ends a run when one of them no longer falls."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +47,34 @@ def held_out_metrics(
             )
         results |= {f"{metric}/{name}": value for metric, value in reduced(totals, count, world).items()}
     return results
+
+
+class EarlyStopping:
+    """Early stopping by one metric; rows of metrics without it are ignored."""
+
+    def __init__(self, metric: str, patience: int) -> None:
+        self.metric = metric
+        self.patience = patience
+        self._best = float("inf")
+        self._since = 0
+
+    def __call__(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether the metric has been measured `patience` times without a new lowest value."""
+        if self.metric not in metrics:
+            return False
+        if metrics[self.metric] < self._best:
+            self._best, self._since = metrics[self.metric], 0
+        else:
+            self._since += 1
+        return self._since >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far and the number of measurements since."""
+        return {"best": self._best, "since": self._since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._best, self._since = float(state["best"]), int(state["since"])
 
 
 FEW_SEQUENCES = 64  # below this number of packed sequences, each document becomes a sequence of its own
