@@ -112,7 +112,7 @@ def test_an_adapter_is_sent_alone_where_the_engine_can_apply_it(keys, gpu, exper
     found = with_lora_sync(job(**keys), gpu, experts)
     assert found.rollout is not None
     assert found.rollout.lora_sync == sent
-    assert not any(TRANSPORTS[resolve_transport(found, gpu)].rules(found).values())
+    assert not any(rules_of(found, TRANSPORTS[resolve_transport(found, gpu)]).values())
     plain = job(**keys)
     without = plain.model_copy(update={"model": plain.model.model_copy(update={"lora": None})})
     if plain.rollout is not None and plain.rollout.lora_sync == "auto":
