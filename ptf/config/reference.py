@@ -4,20 +4,16 @@ Run `python -m ptf.config.reference` in the repository root.
 The schema's annotations and attribute docstrings are the documentation; nothing is typed twice.
 """
 
-import ast
-import inspect
 import json
 from collections.abc import Iterable, Iterator
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
-from pydantic_core import PydanticUndefined, core_schema
+from pydantic.json_schema import models_json_schema
+from pydantic_core import PydanticUndefined
 
 from ptf.config.explain import core, section_at
 from ptf.config.schema import Job, PluginJob, jobs, online_recipes
@@ -94,55 +90,15 @@ def markdown() -> str:
     return "\n".join([INTRO, _table(MOST_SET_HEAD, most_set), *tables])
 
 
-@cache
-def docstrings(section: type[Section]) -> dict[str, str]:
-    """Return the docstrings below the fields of a section, also of those that it inherits; a field that it declares
-    anew has none from above."""
-    found: dict[str, str] = {}
-    for declaring in reversed(section.__mro__):
-        if not issubclass(declaring, Section):
-            continue
-        for name in declaring.__annotations__:
-            found.pop(name, None)
-        if declaring.__name__ in vars(inspect.getmodule(declaring)):  # otherwise `job_of` made it, without a source
-            found |= _docstrings_in(inspect.getsource(declaring))
-    return {name: text for name, text in found.items() if name in section.model_fields}
-
-
-def _docstrings_in(source: str) -> dict[str, str]:
-    (declaring,) = ast.parse(source).body
-    assert isinstance(declaring, ast.ClassDef)
-    return {
-        field.target.id: _line(below.value.value)
-        for field, below in pairwise(declaring.body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-        and isinstance(below.value.value, str)
-    }
-
-
-class _WithDocstrings(GenerateJsonSchema):
-    """The schema of a section with the docstrings of its keys."""
-
-    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
-        made = super().model_schema(schema)
-        if "description" in made:
-            made["description"] = _line(made["description"])
-        for name, text in docstrings(schema["cls"]).items():
-            made["properties"][name]["description"] = text
-        return made
-
-
 def json_schema() -> dict[str, Any]:
     """JSON Schema of one config file. No key is required in it, since the file may be merged with others."""
     kinds = (*jobs().values(), PluginJob)
-    references, schema = models_json_schema(
-        [(job, "validation") for job in kinds], ref_template="#/$defs/{model}", schema_generator=_WithDocstrings
-    )
+    references, schema = models_json_schema([(job, "validation") for job in kinds], ref_template="#/$defs/{model}")
     for definition in schema["$defs"].values():
         definition.pop("required", None)
+        for described in (definition, *definition.get("properties", {}).values()):
+            if "description" in described:
+                described["description"] = _line(described["description"])
         for name, property in definition.get("properties", {}).items():
             if property.get("additionalProperties") == (plugin := {"$ref": "#/$defs/SourcePlugin"}):
                 text = property["description"]
@@ -191,13 +147,13 @@ def _table(head: str, rows: Iterable[str]) -> str:
 
 def _rows(section: type[Section], may_change: bool) -> dict[str, str]:
     """Return the row of each key of a section, by its name; `may_change`: whether a key above it may change."""
-    rows, texts = {}, docstrings(section)
+    rows = {}
     for name, field in section.model_fields.items():
         inner = section_at(field.annotation, [])
         inner = None if inner is Plugin else inner
         resume = "may change" if may_change or _changeable(field) else "fixed"
         resume = "" if inner or section is Plugin else resume
-        about = (texts.get(name) or _line(inner and inner.__doc__)).replace("|", "\\|")
+        about = _line(field.description or (inner and inner.__doc__)).replace("|", "\\|")
         rows[name] = (
             f"| `{name}` | {_word(field.annotation, field.metadata)} | {_default(field)} | {resume} | {about} |"
         )

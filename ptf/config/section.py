@@ -59,13 +59,11 @@ FORMS = {  # pattern of a key's text → what it accepts, in words
 
 
 class Section(BaseModel):
-    """Base of every section of a config: immutable, without unknown keys. Docstrings below fields document them.
+    """Base of every section of a config: immutable, without unknown keys. Docstrings below fields document them."""
 
-    ptf.config.reference reads them from the source; pydantic (`use_attribute_docstrings`) would do so in every process,
-    for a sixth of the time that importing ptf.config takes.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with other values, which are not validated. Raises TypeError for a name that is no key."""
