@@ -93,15 +93,14 @@ class Player:
     """Plays episodes with the parts of a job: rollout functions, the engine of a sampler, processes of a reward."""
 
     def __init__(self, job: Job, sampler: Sampler, rewards: Rewards | None) -> None:
-        assert job.rollout is not None
         self.sampler, self.rewards = sampler, rewards
-        self.is_scored = bool(rewards) or job.rollout.is_multi_turn
-        self.together = job.rollout.prompts_per_step * job.rollout.group_size  # the most episodes at once
+        self.is_scored = bool(rewards) or job.online_rollout.is_multi_turn
+        self.together = job.online_rollout.prompts_per_step * job.online_rollout.group_size  # the most episodes at once
         self.timeout_s = sampler.episode_timeout_s or job.compute.timeout_s
-        self.limits = sampler.limits(job.rollout.max_new_tokens, job.rollout.temperature)
+        self.limits = sampler.limits(job.online_rollout.max_new_tokens, job.online_rollout.temperature)
         of_sources = rewards.by_source.values() if rewards else ()
         scores_groups = any(workers.signature.scores == "group" for workers, _ in of_sources)
-        self.per_prompt = job.rollout.group_size if scores_groups else 1
+        self.per_prompt = job.online_rollout.group_size if scores_groups else 1
 
     def play(self, script: Script | None, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
         """Play this many episodes, `per_prompt` to each prompt, and score them.

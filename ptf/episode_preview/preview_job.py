@@ -48,8 +48,7 @@ def preview_job(job: Job, episodes: int, policy: str | None) -> Preview:
         )
     chosen = policy_of(settled(job), policy)
     with scratch.directory(Path(job.output) / "try") as place, _sampler(chosen, place) as sampler:
-        assert chosen.job.rollout is not None
-        rewards = rewards_of(chosen.job, chosen.job.rollout.reward)
+        rewards = rewards_of(chosen.job, chosen.job.online_rollout.reward)
         try:
             with progress.stage("try"):
                 return _tried(chosen, Player(chosen.job, sampler, rewards), episodes)
@@ -72,8 +71,7 @@ def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
         with joined(job.compute.device, job.compute.timeout_s, threads=threads) as world:
             yield Sampler(world, spec.settings)
         return
-    assert job.rollout is not None
-    raise_if_wrong_environments(job.rollout)
+    raise_if_wrong_environments(job.online_rollout)
     directory = str(place / "tokenizer")
     tokenizer_without_model(job).save(place / "tokenizer")
     engine = EngineSettings(

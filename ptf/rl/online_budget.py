@@ -97,8 +97,7 @@ def online_budget(
     Raises UserError for an unknown GPU, a model that cannot be sharded as the job says, or an engine of the user's own.
     """
     job = with_lora_sync(job, gpu=True, experts=bridge.decoder_config(directory).moe is not None)
-    rollout = job.rollout
-    assert rollout is not None
+    rollout = job.online_rollout
     recipe, room = registry.build(job), room_gib * GIB
     update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=recipe, beside={})
     engine = _engine(job, rollout, directory, room)

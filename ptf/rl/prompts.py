@@ -22,15 +22,14 @@ def training_prompts(job: Job, tokenizer: Tokenizer) -> "FittingPrompts":
 
     Raises UserError if one of the first prompts is too long and `data.too_long` does not drop it.
     """
-    assert job.rollout is not None
     assert job.train.steps is not None, "online jobs have no train.epochs"
     stream = make_prompts(job, tokenizer)
     mixing = "in proportion to weights" if stream.mixture.weighted else "every prompt once before any is repeated"
     print(
-        f"prompts: {mixing}; {plan_prompts(stream, job.rollout.prompts_per_step, job.train.steps).describe()}",
+        f"prompts: {mixing}; {plan_prompts(stream, job.online_rollout.prompts_per_step, job.train.steps).describe()}",
         flush=True,
     )
-    room, drop = job.data.seq_len - job.rollout.max_new_tokens, job.data.too_long == "drop"
+    room, drop = job.data.seq_len - job.online_rollout.max_new_tokens, job.data.too_long == "drop"
     if not drop:  # before training starts, rather than hours later
         for name, spec in stream.mixture.sources.items():
             for prompt in itertools.islice(prompts_once(spec, name, tokenizer), CHECKED):

@@ -141,8 +141,7 @@ def trie_of(rollout_config: RolloutConfig | None, tokenizer: Tokenizer) -> Trie 
 
 def raise_if_cut_responses(trie: Trie, job: Job, longest_prompt: int) -> None:
     """Raise UserError if an allowed response is longer than the limits of training or of evaluation."""
-    assert job.rollout is not None
-    rooms = {"rollout.max_new_tokens": job.rollout.max_new_tokens}
+    rooms = {"rollout.max_new_tokens": job.online_rollout.max_new_tokens}
     if job.evaluate.sources:
         rooms["evaluate.max_new_tokens"] = job.evaluate.max_new_tokens
         if job.train.validate_every:

@@ -17,10 +17,9 @@ class Transport(ABC):
     """Carries weights: for each sync the controller calls `open`, then `send`."""
 
     def __init__(self, name: str, job: Job, run: Path) -> None:
-        assert job.rollout is not None
         self.name, self.directory = name, run / SYNC
-        self.adapter = job.rollout.lora_sync == "adapter"
-        self.engines = job.rollout.replicas * job.rollout.tensor_parallel_size
+        self.adapter = job.online_rollout.lora_sync == "adapter"
+        self.engines = job.online_rollout.replicas * job.online_rollout.tensor_parallel_size
         self.timeout_s = job.compute.timeout_s
 
     @abstractmethod
