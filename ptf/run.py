@@ -40,7 +40,6 @@ from ptf.config import (
 )
 from ptf.config.plugin import PLUGINS, plugin_path
 from ptf.config.plugin_code import code_of, uses
-from ptf.config.recipes import algo_config
 from ptf.config.sections.data import Source
 from ptf.data.prepare import prepare
 from ptf.data.sources import hub
@@ -226,7 +225,7 @@ def begin(job: Job, directory: Path) -> None:
 
 def _run(job: Job, directory: Path, lease: Lease) -> None:
     begin(job, directory)
-    if algo_config(job).online:
+    if job.rollout:
         with entry.large_imports():
             from ptf.rl.online_run import train_online
 
@@ -367,7 +366,7 @@ def world_of(job: Job) -> "contextlib.AbstractContextManager[World]":
 
 def run_by_hand(job: Job, run_name: str | None) -> None:
     """Train as one of the ranks of a torchrun that was started by hand; the first one begins the run for all."""
-    if algo_config(job).online:
+    if job.rollout:
         raise UserError("an online recipe has one controller, not ranks: use `ptf train` or its flow")
     if job.compute.workers != (size := int(os.environ.get("WORLD_SIZE", 1))):
         raise UserError(f"compute.workers is {job.compute.workers}, but torchrun started {size} processes")

@@ -38,9 +38,7 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
 
     Does nothing for online recipes, which render prompts during training, and with `data.pretokenize: false`.
     """
-    from ptf.config.recipes import algo_config
-
-    if algo_config(job).online or not job.data.pretokenize:
+    if job.rollout or not job.data.pretokenize:
         print("tokenize: nothing to do, because tokenization happens during training", flush=True)
         return artifact
 

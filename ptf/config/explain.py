@@ -122,27 +122,28 @@ def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem
             key = line.split(" ")[0].rstrip(":")
             yield Problem(root.nearest(key.split(".")), key, line[len(key) :].lstrip(": "))
         return
-    if kind == "missing":
-        what = "is missing"
-    elif kind == "extra_forbidden":
-        what = _unknown(name, inner[:-1], job)
-    elif kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", context["expected"])
-        what = f"expected one of {', '.join(choices)}, got {given(value)}" + (
-            _not_here(str(value), path) or near(str(value), choices)
-        )
-        what = what.replace(", got", ", or `use: module:name` for your own, got", 1) if members else what
-    elif kind == "none_required":
-        what = f"recipe {root.value['recipe'].value} does not take this section"
-    elif kind == "string_pattern_mismatch":
-        what = f"expected {FORMS.get(context['pattern'], 'importable.module:name')}, got {given(value)}"
-    elif kind in EXPECTED:
-        whole = isinstance(value, float) and value.is_integer() and kind.startswith("int")
-        what = f"expected {EXPECTED[kind]}, got {given(value)}" + (f"  (did you mean {int(value)}?)" if whole else "")
-    elif kind in LIMITS:
-        what = f"{LIMITS[kind].format(**context)}, got {context.get('actual_length', value)}"
-    else:
-        what = f"{error['msg'][0].lower()}{error['msg'][1:]}, got {given(value)}"
+    match kind:
+        case "missing":
+            what = "is missing"
+        case "extra_forbidden":
+            what = _unknown(name, inner[:-1], job)
+        case "literal_error":
+            choices = re.findall(r"'([^']*)'", context["expected"])
+            own = ", or `use: module:name` for your own" if members else ""
+            hint = _not_here(str(value), path) or near(str(value), choices)
+            what = f"expected one of {', '.join(choices)}{own}, got {given(value)}{hint}"
+        case "none_required":
+            what = f"recipe {root.value['recipe'].value} does not take this section"
+        case "string_pattern_mismatch":
+            what = f"expected {FORMS.get(context['pattern'], 'importable.module:name')}, got {given(value)}"
+        case _ if kind in EXPECTED:
+            whole = isinstance(value, float) and value.is_integer() and kind.startswith("int")
+            hint = f"  (did you mean {int(value)}?)" if whole else ""
+            what = f"expected {EXPECTED[kind]}, got {given(value)}{hint}"
+        case _ if kind in LIMITS:
+            what = f"{LIMITS[kind].format(**context)}, got {context.get('actual_length', value)}"
+        case _:
+            what = f"{error['msg'][0].lower()}{error['msg'][1:]}, got {given(value)}"
     yield Problem(root.nearest(path), ".".join(map(str, path)), what)
 
 

@@ -51,7 +51,7 @@ def plugin_path() -> list[str]:
 
 
 def resolve(use: str) -> Any:
-    """Return the object behind `pkg.mod:name`.
+    """Return the function or class behind `pkg.mod:name`.
 
     Raise ConfigError if there is none; an error inside the module itself is raised as it is.
     """
@@ -64,7 +64,9 @@ def resolve(use: str) -> Any:
     if not hasattr(module_object, name):
         public = (n for n in vars(module_object) if not n.startswith("_"))
         raise ConfigError(f"{use}: the module {module} has no {name!r}{near(name, public)}")
-    return getattr(module_object, name)
+    if not callable(target := getattr(module_object, name)):
+        raise ConfigError(f"{use} is not callable: it is of type {type(target).__name__}")
+    return target
 
 
 def own_copy(value: T) -> T:
@@ -85,10 +87,7 @@ class Bound(functools.partial[Any]):
 
 def bind(plugin: Plugin) -> Callable[..., Any]:
     """Return the plugin's callable with its `args` bound as keyword arguments."""
-    target = resolve(plugin.use)
-    if not callable(target):
-        raise ConfigError(f"{plugin.use} is not callable: it is of type {type(target).__name__}")
-    return Bound(target, **resolved(plugin.args, plugin.use))
+    return Bound(resolve(plugin.use), **resolved(plugin.args, plugin.use))
 
 
 def _module(name: str, use: str) -> ModuleType:

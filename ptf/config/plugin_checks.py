@@ -53,9 +53,6 @@ def problems(root: Node) -> Iterator[Problem]:
             failed = f"importing {use} failed: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
             yield problem(root, (*where, "use"), str(error) if isinstance(error, ConfigError) else failed)
             continue
-        if not callable(target):
-            yield problem(root, (*where, "use"), f"{use} is not callable: it is of type {type(target).__name__}")
-            continue
         if where == ("recipe",):
             algo = values.get("algo")
             yield from recipe(root, target, use, args, algo if isinstance(algo, dict) else {})

@@ -73,15 +73,16 @@ def _read(module: str, code: Code) -> list[str]:
     package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
     imported = list[str]()
     for node in nodes:
-        if isinstance(node, ast.Import):
-            imported += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            imported += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_NAME:
-            what = f"{file}:{node.lineno} imports a module by a name that is computed"
-            code.unseen.append(f"{what}: a change of its code goes unnoticed")
+        match node:
+            case ast.Import():
+                imported += [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                imported += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            case ast.Call() if getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_NAME:
+                what = f"{file}:{node.lineno} imports a module by a name that is computed"
+                code.unseen.append(f"{what}: a change of its code goes unnoticed")
     return imported
 
 

@@ -2,9 +2,10 @@
 when `auto` tries it, and what a sync by it moves.
 
 To add one, add a file with its class (a subclass of `Transport`, ptf/rl/weights/transport.py, or of one of those that
-are there), and an entry to `TRANSPORTS`, where `auto` takes the first that is a candidate. If it uses a link that no
-other transport does, add its rate to `RATES` (traffic.py). The key's description (sections/rollout.py) says what it is
-for; `make reference` writes its values.
+are there), and an entry to `TRANSPORTS`, where `auto` takes the first that is a candidate. What it needs beyond
+`streams` and `one_pool` is a sentence of `rules_of`. If it uses a link that no other transport does, add its rate to
+`RATES` (traffic.py). The key's description (sections/rollout.py) says what it is for; `make reference` writes its
+values.
 
 The rules of the configuration, `ptf plan` (traffic.py, online_budget.py) and the controller read this table. It imports
 no torch.

@@ -15,8 +15,7 @@ def sums(values: Tensor, batch: Batch) -> Tensor:
 
 def document_weights(batch: Batch) -> Tensor:
     """Return how much each document counts, [documents]: its row's `weight`, or 0 where it trains nothing."""
-    index, flat = batch.segments.reshape(-1) + 1, batch.loss_weights.reshape(-1)
-    return flat.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, flat, "amax")[1:]
+    return largest(batch.loss_weights, batch)
 
 
 def episode_shares(batch: Batch) -> Tensor:
@@ -27,17 +26,19 @@ def episode_shares(batch: Batch) -> Tensor:
     counts = sums(torch.ones_like(batch.loss_weights), batch)
     if "episode_tokens" not in batch.token_columns:
         return torch.ones_like(counts)
-    index, flat = batch.segments.reshape(-1) + 1, batch.token_columns["episode_tokens"].reshape(-1)
-    of_episode = torch.zeros(len(counts) + 1, dtype=flat.dtype, device=flat.device)
-    of_episode = of_episode.scatter_reduce(0, index, flat, "amax")[1:]  # 0 in a document that is a whole episode
+    of_episode = largest(batch.token_columns["episode_tokens"], batch)  # 0 in a document that is a whole episode
     return torch.where(of_episode > 0, counts / of_episode.clamp(min=1), 1.0)
 
 
 def ends(batch: Batch) -> Tensor:
     """Return the index of each document's last token in the flattened sequences: [documents], int64."""
-    index = batch.segments.reshape(-1) + 1
-    positions = torch.arange(index.numel(), device=index.device)
-    return positions.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, positions, "amax")[1:]
+    return largest(torch.arange(batch.segments.numel(), device=batch.segments.device), batch)
+
+
+def largest(values: Tensor, batch: Batch) -> Tensor:
+    """Return the largest of the values at the positions of each document, none of which is negative: [documents]."""
+    index, values = batch.segments.reshape(-1) + 1, values.reshape(-1)  # padding has the index 0
+    return values.new_zeros(len(batch.lengths) + 1).scatter_reduce(0, index, values, "amax")[1:]
 
 
 def last_values(model: Model, batch: Batch) -> Tensor:

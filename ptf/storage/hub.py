@@ -62,23 +62,26 @@ def refusal(error: Exception, kind: str, id: str, revision: str | None) -> str:
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # of a file whose request failed
-    if isinstance(error, errors.GatedRepoError):
-        return f"the {kind} {id} is gated: accept its terms on the Hub, and set HF_TOKEN to a token of that account"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"the {kind} {id} has no branch, tag or commit {revision!r}: correct what follows the @"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"there is no file or directory {id} here, and no such {kind} on the Hub that you may read (correct the "
-            "name; private: set HF_TOKEN)"
-        )
-    if isinstance(error, errors.HFValidationError):
-        return f"the {kind} {id} cannot be on the Hub: {first_line(error)}"
-    if not isinstance(error, errors.HfHubHTTPError) or error.response is None:
-        return ""
-    status = error.response.status_code
-    if status in (401, 403):
-        return f"the Hub does not show the {kind} {id} ({status}): set HF_TOKEN to a token that may read it"
-    return f"the Hub refuses: {first_line(error)}" if 400 <= status < 500 and status not in (408, 429) else ""
+    match error:
+        case errors.GatedRepoError():
+            return f"the {kind} {id} is gated: accept its terms on the Hub, and set HF_TOKEN to a token of that account"
+        case errors.RevisionNotFoundError():
+            return f"the {kind} {id} has no branch, tag or commit {revision!r}: correct what follows the @"
+        case errors.RepositoryNotFoundError():
+            return (
+                f"there is no file or directory {id} here, and no such {kind} on the Hub that you may read (correct "
+                "the name; private: set HF_TOKEN)"
+            )
+        case errors.HFValidationError():
+            return f"the {kind} {id} cannot be on the Hub: {first_line(error)}"
+        case errors.HfHubHTTPError() if error.response is not None:
+            status = error.response.status_code
+            if status in (401, 403):
+                return f"the Hub does not show the {kind} {id} ({status}): set HF_TOKEN to a token that may read it"
+            refused = 400 <= status < 500 and status not in (408, 429)
+            return f"the Hub refuses: {first_line(error)}" if refused else ""
+        case _:
+            return ""
 
 
 def _answer(request: Callable[[], T]) -> T:

@@ -104,8 +104,6 @@ class WeightedSum:
                 raise UserError(f"{where}.weight: it must be a number, not {str(weight)[:60]!r}")
             what = plugin_of(part)
             target = plugin.resolve(what.use)
-            if not callable(target):
-                raise UserError(f"{where}.use: {what.use} is not callable: it is of type {type(target).__name__}")
             if fault := reward_fault(target, what.use, what.args):
                 raise UserError(f"{where}: {fault}")
             if RewardSignature.of(target, what.args).scores != "response":
