@@ -49,7 +49,7 @@ from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.in_flight import InFlight
 from ptf.rl.in_flight_group import restored_trajectory, trajectory_state
 from ptf.rl.response_log import ResponseLog
-from ptf.rl.rewards.scoring import score_groups
+from ptf.rl.rewards.scoring import Rewards, score_groups
 from ptf.rl.rollouts import outcome_metrics
 from ptf.run import write_job_file
 from ptf.train.batch_sharding import deal
@@ -165,7 +165,7 @@ def step_of_controller(directory: Path, episodes: int) -> Run:
     role: Any = SimpleNamespace(call=lambda _, samples: [np.zeros(len(sample), np.float32) for sample in samples])
 
     def run() -> None:
-        scored = score_groups(None, groups)
+        scored = score_groups(Rewards({}), groups)
         outcome_metrics(scored, 0, rollout)
         columned, _ = controller.add_token_column(scored, role, "old_logprobs")
         units = controller.recipe.compute_advantages(columned)

@@ -92,14 +92,13 @@ class TimedEngine:
 class Player:
     """Plays episodes with the parts of a job: rollout functions, the engine of a sampler, processes of a reward."""
 
-    def __init__(self, job: Job, sampler: Sampler, rewards: Rewards | None) -> None:
+    def __init__(self, job: Job, sampler: Sampler, rewards: Rewards) -> None:
         self.sampler, self.rewards = sampler, rewards
-        self.is_scored = bool(rewards) or job.online_rollout.is_multi_turn
+        self.is_scored = bool(rewards.by_source) or job.online_rollout.is_multi_turn
         self.together = job.online_rollout.prompts_per_step * job.online_rollout.group_size  # the most episodes at once
         self.timeout_s = sampler.episode_timeout_s or job.compute.timeout_s
         self.limits = sampler.limits(job.online_rollout.max_new_tokens, job.online_rollout.temperature)
-        of_sources = rewards.by_source.values() if rewards else ()
-        scores_groups = any(workers.signature.scores == "group" for workers, _ in of_sources)
+        scores_groups = any(workers.signature.scores == "group" for workers, _ in rewards.by_source.values())
         self.per_prompt = job.online_rollout.group_size if scores_groups else 1
 
     def play(self, script: Script | None, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
@@ -128,7 +127,7 @@ class Player:
         """Return how often environments and rewards were asked once more since the last call."""
         counted = {
             "environment_retries": self.sampler if self.sampler.rollout_functions.environments else None,
-            "reward_retries": self.rewards,
+            "reward_retries": self.rewards if self.rewards.by_source else None,
         }
         return {name: float(of.take_retries()) for name, of in counted.items() if of is not None}
 

@@ -53,8 +53,7 @@ def preview_job(job: Job, episodes: int, policy: str | None) -> Preview:
             with progress.stage("try"):
                 return _tried(chosen, Player(chosen.job, sampler, rewards), episodes)
         finally:
-            if rewards is not None:
-                rewards.close()
+            rewards.close()
             sampler.close()
 
 

@@ -231,7 +231,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
     The greedy responses are written to `run/responses/` and `run/responses/start/`.
     """
     rewards = evaluation_rewards(job)
-    if not job.evaluate.sources or not (rewards or (job.rollout and job.rollout.is_multi_turn)):
+    if not job.evaluate.sources or not (rewards.by_source or (job.rollout and job.rollout.is_multi_turn)):
         return {}
     starting = StartingModel.of_job(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
@@ -261,13 +261,12 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
                         found = measure_responses_to(job, name, source_prompts, group, rewards, file)
                         metrics |= {f"{prefix}{key}/{name}": value for key, value in found.items()}
     finally:
-        if rewards:
-            rewards.close()
+        rewards.close()
     return metrics
 
 
 def measure_responses_to(
-    job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: Rewards | None, file: Path
+    job: Job, source: str, prompts: Sequence[Prompt], rollout: RoleGroup, rewards: Rewards, file: Path
 ) -> dict[str, float]:
     """Return the pass rates of a model's responses to the prompts of a source, and `evaluate.metrics` of its greedy
     responses, which are written to `file`."""

@@ -179,17 +179,15 @@ def with_logits_processing(
     return replace(recipe, context=replace(recipe.context, processing=processing)), processing
 
 
-def evaluation_rewards(job: Job) -> Rewards | None:
+def evaluation_rewards(job: Job) -> Rewards:
     """Return the processes that score held-out responses: by `evaluate.reward`, otherwise as in training."""
     if reward := job.evaluate.reward:
         return rewards_of(job, {"": SourcePlugin(use=reward.use, args=reward.args)})
-    return rewards_of(job, job.rollout.reward) if job.rollout else None
+    return rewards_of(job, job.rollout.reward if job.rollout else {})
 
 
-def rewards_of(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards | None:
-    """Return the processes that score responses by these reward functions; None if there is none."""
-    if not by_source:
-        return None
+def rewards_of(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards:
+    """Return the processes that score responses by these reward functions."""
     rollout, workers = job.rollout or RolloutConfig(), dict[str, tuple[RewardWorkers, float]]()
     for source, what in by_source.items():
         workers[source] = (

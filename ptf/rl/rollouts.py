@@ -53,8 +53,7 @@ class Rollouts(ABC):
 
     def close(self) -> None:
         """End what is in flight, and the processes of rewards and environments."""
-        if self.rewards:
-            self.rewards.close()
+        self.rewards.close()
 
     def finish(self, scoring: GroupScoring, groups: list[Group]) -> list[Group]:
         """Return the groups with their outcomes."""
@@ -68,7 +67,7 @@ class Rollouts(ABC):
         """Return metrics over the outcomes of all responses of a step, in which so many requests to environments were
         retried."""
         metrics = outcome_metrics(groups, version, self.config, by_source=len(self.online.job.data.sources) > 1)
-        metrics["rewards_retried"] = float(environment_retries + (self.rewards.take_retries() if self.rewards else 0))
+        metrics["rewards_retried"] = float(environment_retries + self.rewards.take_retries())
         metrics["seconds/reward_wait"], self.reward_wait = self.reward_wait, 0.0
         return metrics
 

@@ -13,7 +13,7 @@ from ptf.errors import UserError
 from ptf.rl.in_flight_group import EpisodeInFlight, InFlightGroup
 
 if TYPE_CHECKING:
-    from ptf.rl.flight_ledger import FlightLedger
+    from ptf.rl.flight_ledger import EpisodeId, FlightLedger
     from ptf.rl.in_flight import InFlight
 
 POLL_S = 0.02  # seconds between looks whether an update goes on, while no request is there
@@ -60,11 +60,7 @@ class WallClock:
         """See VirtualClock."""
         flying = members_of(flight.groups)
         if (known := self.ledger.computed(flight.slice, version)) is not None:
-            chosen = [(g, m) for g, i, m in flying if (g.number, i) in known]
-            await flight.until(lambda: [m for _, m in chosen if m.awaits_environment])
-            if len(chosen) < len(known) or any(m.pending is None for _, m in chosen):
-                raise self._differs(flight.slice)
-            return [(g.number, m) for g, m in chosen]
+            return await self._again(flight, flight.slice, known, lambda m: m.pending is not None)
 
         def awaiting_environment() -> list[EpisodeInFlight]:
             awaiting = [m for _, _, m in flying if m.awaits_environment]
@@ -81,11 +77,7 @@ class WallClock:
         """See VirtualClock."""
         flying, number = members_of(flight.groups), flight.slice - 1
         if (known := self.ledger.ends.get(number)) is not None:
-            chosen = [m for g, i, m in flying if (g.number, i) in known]
-            await flight.until(lambda: [m for m in chosen if m.awaits_environment])
-            if len(chosen) < len(known) or any(m.trajectory is None for m in chosen):
-                raise self._differs(number)
-            return chosen
+            return [m for _, m in await self._again(flight, number, known, lambda m: m.trajectory is not None)]
         for _ in range(3):  # episodes that end without waiting for anything
             await asyncio.sleep(0)
         found = [(g, i, m) for g, i, m in flying if m.trajectory is not None]
@@ -102,11 +94,24 @@ class WallClock:
         self.ledger.write(update_ended=version, slice=slice_number)
         return False
 
-    def _differs(self, slice_number: int) -> UserError:
-        return UserError(
-            f"{self.ledger.path}: by slice {slice_number} an episode ended or asked the policy otherwise than before: "
-            "its environment is not deterministic (ptf try checks that), so the run cannot be continued or replayed"
-        )
+    async def _again(
+        self,
+        flight: "InFlight",
+        slice_number: int,
+        known: "frozenset[EpisodeId]",
+        has_come: Callable[[EpisodeInFlight], bool],
+    ) -> list[tuple[int, EpisodeInFlight]]:
+        """Wait for the episodes that the ledger has; return them, with the numbers of their groups. Raises UserError if
+        one of them does otherwise than before."""
+        chosen = [(g.number, m) for g, i, m in members_of(flight.groups) if (g.number, i) in known]
+        await flight.until(lambda: [m for _, m in chosen if m.awaits_environment])
+        if len(chosen) < len(known) or not all(has_come(m) for _, m in chosen):
+            raise UserError(
+                f"{self.ledger.path}: by slice {slice_number} an episode ended or asked the policy otherwise than "
+                "before: its environment is not deterministic (ptf try checks that), so the run cannot be continued or "
+                "replayed"
+            )
+        return chosen
 
 
 def members_of(groups: list[InFlightGroup]) -> list[tuple[InFlightGroup, int, EpisodeInFlight]]:

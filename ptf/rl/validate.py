@@ -59,7 +59,7 @@ def affordable(prompts: Prompts, job: Job, directory: Path, models: int, samples
 
 def pass_rates(
     rollout: RoleGroup,
-    rewards: Rewards | None,
+    rewards: Rewards,
     prompts: Sequence[Prompt],
     version: int,
     key: str,

@@ -212,8 +212,8 @@ def responses_left_to(workers: RewardWorkers, group: Group) -> list[Response]:
     ]
 
 
-def score_groups(rewards: Rewards | None, groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with their outcomes; without rewards, with those of their rollout functions."""
+def score_groups(rewards: Rewards, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with their outcomes; of sources without a reward, with those of their rollout functions."""
     with GroupScoring(rewards) as scoring:
         return scoring.finish(groups)
 
