@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from ptf.compute.world import World
@@ -25,21 +26,17 @@ from ptf.workspace import progress
 F = TypeVar("F", bound=Callable)
 
 
-def _marker(dispatch: str, **attributes: Any) -> Callable[[F], F]:
-    """Return a decorator that marks how a group calls a method."""
-
-    def mark(method: F) -> F:
-        vars(method).update(dispatch=dispatch, **attributes)
-        return method
-
-    return mark
+def mark(method: F, **attributes: Any) -> F:
+    """Mark how a group calls a method: by its `dispatch`."""
+    vars(method).update(attributes)
+    return method
 
 
-broadcast = _marker("broadcast")  # every worker with the same arguments; rank 0's result
-summed_broadcast = _marker("summed_broadcast")  # the same; the sum of their results
-largest_broadcast = _marker("largest_broadcast")  # the same; the largest of their results
-replayed_broadcast = _marker("replayed_broadcast")  # repeated to a replica that takes the place of a lost one
-unreplayable_broadcast = _marker("unreplayable_broadcast")  # a replica that dies afterwards cannot be replaced
+broadcast = partial(mark, dispatch="broadcast")  # every worker with the same arguments; rank 0's result
+summed_broadcast = partial(mark, dispatch="summed_broadcast")  # the same; the sum of their results
+largest_broadcast = partial(mark, dispatch="largest_broadcast")  # the same; the largest of their results
+replayed_broadcast = partial(mark, dispatch="replayed_broadcast")  # repeated to a replica that replaces a lost one
+unreplayable_broadcast = partial(mark, dispatch="unreplayable_broadcast")  # a replica that dies then is not replaced
 
 
 def split_over_workers(
@@ -52,8 +49,8 @@ def split_over_workers(
     generator of lists of (index in its list, result), in any order: results that arrived before a replica was lost are
     not computed again.
     """
-    mark = _marker("split", cost=cost, queued=queued)
-    return mark(method) if method else mark
+    marked = partial(mark, dispatch="split", cost=cost, queued=queued)
+    return marked(method) if method else marked
 
 
 def joined_results(dispatch: str, results: Sequence[Any]) -> Any:
