@@ -4,6 +4,7 @@ An item's score is the log-probability of its tokens under constrained decoding,
 Items of one token are all scored; for items of several tokens, a beam of prefixes is kept on each level.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,10 +32,7 @@ class Ranker:
         # [states]: index of the item that ends in this state of the trie, −1 if none does
         self.item_of = np.full(len(self.trie.starts) - 1, -1)
         for index, ids in enumerate(tokenizer.encode_all([item.text for item in catalogue.items])):
-            state = 0
-            for token in ids:
-                state = self.trie.follow(state, token)
-            self.item_of[state] = index
+            self.item_of[functools.reduce(self.trie.follow, ids, 0)] = index
 
     def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the index of a prompt and its scores of all items, [items] float64, as they are computed.

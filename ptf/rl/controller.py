@@ -75,7 +75,8 @@ class Controller:
         self.samples = ResponseLog(run, job.track, online.tokenizer, self.step, lease, manifest.get("samples"))
 
     def run(self) -> None:
-        """Train until the last step: x ~ D, y ~ π_engine, r(x, y), Â, π ← π + ∇J, π_engine ← π."""
+        """Train until the last step: x ~ D, y ~ π_engine, r(x, y), Â, π ← π + ∇J, π_engine ← π. Then write
+        `run/model`, a Hugging Face directory, and what it was made with."""
         with sigterm_stops(self.online.run):  # SIGTERM becomes a file, so that no further attempt starts
             try:
                 self._run()
@@ -83,6 +84,10 @@ class Controller:
                 if not isinstance(error, Lost):  # then the process that writes may be gone, or hang
                     self.saver.close()
                 raise
+        with self.cluster.phase(self.policy, "export"):
+            self.lease.check()
+            provenance.write(self.online.run, self.made_with)
+            self.policy.call("export", str(self.online.run / "model"))
 
     def _run(self) -> None:
         first = self.step + 1
@@ -127,13 +132,6 @@ class Controller:
             self.saver.wait()
         if leaving and self.step < self.steps:
             raise Stopped(self.step, self.steps, self.saves.path(self.step))
-
-    def export(self) -> None:
-        """Write `run/model`, a Hugging Face directory, and what it was made with."""
-        with self.cluster.phase(self.policy, "export"):
-            self.lease.check()
-            provenance.write(self.online.run, self.made_with)
-            self.policy.call("export", str(self.online.run / "model"))
 
     def logprobs_and_values(self, groups: list[Group]) -> tuple[list[Group], dict[str, float]]:
         """Add the values per sampled token that the recipe needs: old log-probs, frozen models' log-probs, values.

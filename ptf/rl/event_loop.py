@@ -17,7 +17,7 @@ class EventLoop:
 
     def __init__(self, *, own_thread: bool = False) -> None:
         self._runner = asyncio.Runner()
-        self._thread = ThreadPoolExecutor(1, "event loop") if own_thread or _is_running() else None
+        self._thread = ThreadPoolExecutor(1, "event loop") if own_thread or asyncio._get_running_loop() else None
         self._loop = self._thread.submit(self._runner.get_loop).result() if self._thread else self._runner.get_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -47,11 +47,3 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return what a coroutine returns, after an event loop of its own ran it."""
     with contextlib.closing(EventLoop()) as loop:
         return loop.run(coroutine)
-
-
-def _is_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ptf.config import Job
 from ptf.config.sections.rollout import RolloutConfig
@@ -135,17 +134,17 @@ def _policy(job: Job, recipe: Recipe, update: Budget, gpus: int) -> RoleMemory:
 
 def _frozen(job: Job, rollout: RolloutConfig, directory: Path, recipe: Recipe, gpus: int) -> dict[str, RoleMemory]:
     """Return the memory of the frozen models that have a role: reference, teacher, reward model."""
-    found, models = dict[str, RoleMemory](), dict[str, tuple[Path, Any, int | None]]()
-    for role, frozen_model in recipe.frozen_models.items():
-        if needs_weights(frozen_model, job.model):
-            path = frozen_model.path
-            models[role] = (directory if path is None else config_directory(str(path)), "lm", None)
+    memories = {
+        role: frozen_memory(
+            job, directory if model.path is None else config_directory(str(model.path)), gpus, "lm", None
+        )
+        for role, model in recipe.frozen_models.items()
+        if needs_weights(model, job.model)
+    }
     if reward := rollout.reward_model:
-        models["reward_model"] = (config_directory(reward.path), "scalar", 2 * job.data.seq_len)
-    for role, (place, head, length) in models.items():
-        memory = frozen_memory(job, place, gpus, head, length)
-        found[role] = RoleMemory(gpus, memory.weights, {role: memory.total - memory.weights})
-    return found
+        length = 2 * job.data.seq_len
+        memories["reward_model"] = frozen_memory(job, config_directory(reward.path), gpus, "scalar", length)
+    return {role: RoleMemory(gpus, of.weights, {role: of.total - of.weights}) for role, of in memories.items()}
 
 
 def _engine(job: Job, rollout: RolloutConfig, directory: Path, room: float) -> Engine:

@@ -10,7 +10,6 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
 from ptf.compute.shutdown import is_asked_to_stop
 from ptf.config import Job, Plugin
-from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.transports import advice
 from ptf.errors import Lost, Retryable, UserError, full_text
 from ptf.rl.controller import Controller
@@ -64,19 +63,14 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     with job_cluster(job, run, pools) as cluster:
         groups = {name: cluster.start(role) for name, role in roles.items()}
         with contextlib.closing(Controller(online, cluster, groups, lease)) as controller:
-            _print_rollout(online.job, online.rollout, controller.transport.name, cluster.gpu)
+            config, sent = online.rollout, f" lora_sync={online.rollout.lora_sync}" if job.model.lora else ""
+            engine = config.engine.use if isinstance(config.engine, Plugin) else config.engine
+            print(
+                f"rollout: engine={engine} replicas={config.replicas} "
+                f"tensor_parallel_size={config.tensor_parallel_size}\n"
+                f"weights: transport={controller.transport.name} dtype={job.train.precision}{sent}",
+                *advice(online.job, cluster.gpu),
+                sep="\n",
+                flush=True,
+            )
             controller.run()
-            controller.export()
-
-
-def _print_rollout(job: Job, config: RolloutConfig, transport: str, gpu: bool) -> None:
-    """Print with what responses are generated, and how weights are sent."""
-    engine = config.engine.use if isinstance(config.engine, Plugin) else config.engine
-    sent = f" lora_sync={config.lora_sync}" if job.model.lora else ""
-    print(
-        f"rollout: engine={engine} replicas={config.replicas} tensor_parallel_size={config.tensor_parallel_size}\n"
-        f"weights: transport={transport} dtype={job.train.precision}{sent}",
-        *advice(job, gpu),
-        sep="\n",
-        flush=True,
-    )

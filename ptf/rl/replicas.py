@@ -192,6 +192,5 @@ class Replicas:
         futures = [self.threads.submit(act, i) for i in range(self.count)]
         done, _ = wait(futures, return_when=ALL_COMPLETED if wait_for_all else FIRST_EXCEPTION)
         for future in done:
-            if error := future.exception():
-                raise error
+            future.result()  # raises what the call raised
         return [future.result() for future in futures]

@@ -57,12 +57,8 @@ def device_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def logprob_check(
-    units: Sequence[PackUnit], step: int, limits: LogprobLimits | None
-) -> Callable[[Mapping[str, float]], None] | None:
-    """Return a function that checks the metrics of an optimizer step against `limits`; None without limits."""
-    if limits is None:
-        return None
+def logprob_check(units: Sequence[PackUnit], step: int, limits: LogprobLimits) -> Callable[[Mapping[str, float]], None]:
+    """Return a function that checks the metrics of an optimizer step against `limits`."""
     tokens = sum(int(np.count_nonzero(sample.loss_weights)) for unit in units for sample in unit)
 
     def check(means: Mapping[str, float]) -> None:
@@ -202,7 +198,8 @@ class Learner(ModelRole):
                 micro, numbers = shard_sequences_singly(sequences, self.world)
             else:
                 micro, numbers = deal(sequences, self.world, train.micro_batch_sequences, seq_len), []
-            results.append(self.trainer.step(micro, self.recipe, step, numbers, logprob_check(units, step, limits)))
+            check = None if limits is None else logprob_check(units, step, limits)
+            results.append(self.trainer.step(micro, self.recipe, step, numbers, check))
         denominators = [r["loss_denominator"] for r in results]
 
         def combined(name: str) -> float:

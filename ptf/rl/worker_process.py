@@ -63,13 +63,13 @@ class QueuedCall:
             self.future.set_result(reply)
 
 
+@dataclass(eq=False)
 class CallQueue:
     """Calls that wait for a process. Several processes may take from one queue."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.calls: deque[QueuedCall] = deque()
-        self.takers: list[WorkerProcess] = []
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    calls: deque[QueuedCall] = field(default_factory=deque)
+    takers: "list[WorkerProcess]" = field(default_factory=list)
 
     def put(self, call: QueuedCall, *, first: bool = False) -> None:
         """Add a call, and wake the processes that take from the queue."""

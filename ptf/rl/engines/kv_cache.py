@@ -7,7 +7,7 @@ attention).
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -180,6 +180,7 @@ class Cache:
         return x.unflatten(2, (self.width, -1)).transpose(1, 2).flatten(0, 1).index_select(0, self.index)
 
 
+@dataclass(eq=False)
 class DeltaCache:
     """What linear attention keeps: the last inputs of its convolution and the state of its rule.
 
@@ -188,8 +189,7 @@ class DeltaCache:
     A row is a context or a response, as its owner numbers them.
     """
 
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def put(self, layer: GatedDeltaNet, rows: Tensor, windows: Tensor, states: Tensor) -> None:
         """Set the windows and states of these rows, [n]; make room for them where they are new."""

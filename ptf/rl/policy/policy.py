@@ -167,27 +167,22 @@ class Policy:
         given = self.calls if calls is None else calls
         chosen = [call for call in sorted(given, key=lambda call: call.number) if call.trained]
         last = chosen[-1] if chosen else None
-        rewards = None
+        rewards, trie, columns = None, self.limits.sampling.trie, dict[str, np.ndarray]()
         if turn_rewards is not None:
             outcome, rewards = with_turns(outcome, turn_rewards, len(chosen))
+        if trie is not None:  # the state from which each sampled token was drawn
+            states = [trie.walked(call.generation.sampled_ids) for call in chosen]
+            columns["trie_states"] = np.concatenate([np.zeros((0, trie.width), np.int32), *states])
         return Trajectory(
             self.prompt,
             tuple(call.generation for call in chosen),
             text if text is not None else last.text if last else "",
             outcome,
-            self._token_columns(chosen),
+            columns,
             complete if complete is not None else bool(last and last.complete),
             dict(counts or {}),
             rewards,
         )
-
-    def _token_columns(self, calls: Sequence[Call]) -> dict[str, np.ndarray]:
-        """Return the trie's state from which each sampled token was drawn; an empty dict without a trie."""
-        trie = self.limits.sampling.trie
-        if trie is None:
-            return {}
-        states = [trie.walked(call.generation.sampled_ids) for call in calls]
-        return {"trie_states": np.concatenate([np.zeros((0, trie.width), np.int32), *states])}
 
 
 def with_turns(
