@@ -52,14 +52,15 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
         from ptf.evaluate.evaluation_check import check_evaluation
 
         check_evaluation(job)
-    from ptf.inspection.touch import fetched, touch
+    from ptf.inspection.touch import touch
 
-    job = fetched(job) if dry_run else job
+    if not dry_run:
+        return "\n".join([*said, *touch(job)])
+    from ptf.inspection.dry_run import fetched, rehearse
+
+    job = fetched(job)
     found = touch(job)
-    if dry_run:
-        from ptf.inspection.dry_run import rehearse
-
-        rehearse(job)
+    rehearse(job)
     return "\n".join([*said, *found])
 
 

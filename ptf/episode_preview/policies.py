@@ -1,7 +1,6 @@
 """The policy of a preview: the model that the job begins with, another model, or a script, which answers nothing, the
 last user message, or the lines of a file."""
 
-import itertools
 import json
 import os
 from collections.abc import Callable
@@ -139,12 +138,8 @@ def user_markers(tokenizer: Tokenizer) -> tuple[str, str]:
     before, rest = text.split(first)
     after_first, rest = rest.split(second)
     before_third, after_third = rest.split(third)
-    return _common_start(before[::-1], before_third[::-1])[::-1], _common_start(after_first, after_third)
-
-
-def _common_start(one: str, other: str) -> str:
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(letter for letter, _ in same)
+    common = os.path.commonprefix  # of texts, not of paths
+    return common([before[::-1], before_third[::-1]])[::-1], common([after_first, after_third])
 
 
 def of_file(path: str) -> Script:

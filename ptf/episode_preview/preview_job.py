@@ -66,8 +66,9 @@ def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
         trie = trie_of(job.rollout, starting.load_tokenizer())
         model, tokenizer = starting.with_weights().directory, starting.tokenizer_path
         spec = sampler_spec(job, model, tokenizer, place, trie, engine="native", length=job.data.seq_len)
-        threads = job.compute.threads or default_threads(1)
-        with joined(job.compute.device, job.compute.timeout_s, threads=threads) as world:
+        with joined(
+            job.compute.device, job.compute.timeout_s, threads=job.compute.threads or default_threads(1)
+        ) as world:
             yield Sampler(world, spec.settings)
         return
     raise_if_wrong_environments(job.online_rollout)

@@ -31,7 +31,7 @@ from ptf.model.backends import backend_of
 from ptf.model.model_files import locate
 from ptf.model.model_writer import save_hf
 from ptf.recipes import registry
-from ptf.run import run
+from ptf.run import resolved, run
 from ptf.train.model_source import ModelSource
 from ptf.train.trainer import load_model
 
@@ -70,12 +70,17 @@ KEPT_ANYWAY = (
 )
 
 
+def fetched(job: Job) -> Job:
+    """Return the job with what `data.prepare` makes, and with its model on this machine."""
+    job = resolved(job)
+    return resolve(job, models={job.model.path: str(locate(job.model.path, verify_up_to=None))})
+
+
 def rehearse(job: Job) -> None:
     """Run a resolved job small, and print what is done. Raise UserError at the first thing that fails."""
     began, tell = time.monotonic(), partial(print, flush=True)
     job = settled(job)
-    places = {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}
-    for key, place in places.items():
+    for key, place in {"checkpoint.to": job.checkpoint.to, "publish.to": job.publish.to, "output": job.output}.items():
         if place:
             writable(key, place)
             tell(f"{key}: {place} can be written")
@@ -139,8 +144,7 @@ def shrink(source: Path, into: Path) -> None:
             shutil.copyfile(file, into / file.name)
     if (templates := source / "additional_chat_templates").is_dir():
         shutil.copytree(templates, into / templates.name)
-    config = json.loads((source / "config.json").read_text())
-    (into / "config.json").write_text(json.dumps(narrow(config)))
+    (into / "config.json").write_text(json.dumps(narrow(json.loads((source / "config.json").read_text()))))
 
 
 def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:

@@ -12,9 +12,15 @@ from ptf.data.sources import hub
 from ptf.errors import UserError
 from ptf.storage.hub import at_revision
 
+HOW = "`ptf inspect` prints the number of passes over the data and of steps"
 MADE_LATER = ("prepare:", "job:")  # written by an earlier step, or looked up when the job is run
 ELSEWHERE = "; if the job runs on a different machine, or a different job writes it, use ptf check --skip-paths"
-SECTIONS = (("data", "sources"), ("data", "validation"), ("evaluate", "sources"))
+DATA = (("data", "sources", "*", "path"), ("data", "validation", "*", "path"), ("evaluate", "sources", "*", "path"))
+MODELS = (
+    *(("model", "path"), ("model", "tokenizer")),
+    *(("rollout", "reward_model", "path"), ("algo", "teachers", "*", "path")),
+)
+PROGRAMS = (("rollout", "harness", "python"), ("rollout", "harness", "command"))  # an agent's interpreter, its command
 
 
 def missing(root: Node) -> Iterator[Problem]:
@@ -23,45 +29,28 @@ def missing(root: Node) -> Iterator[Problem]:
     The config need not be valid. Hub ids and URIs of object stores are not looked up.
     """
     values = root.plain()
-    for where in SECTIONS:
-        sources = _at(values, where)
-        for name, source in sources.items() if isinstance(sources, Mapping) else ():
-            if isinstance(source, Mapping) and isinstance(path := source.get("path"), str) and not _has_data(path):
-                yield problem(root, (*where, name, "path"), f"there is no {path} on this machine{ELSEWHERE}")
-    for where in _model_keys(values, ()):
-        if not _has_model(path := _at(values, where)):
-            yield problem(root, where, f"there is no model directory {path} on this machine{ELSEWHERE}")
-    for where, program in _programs(values):
-        if shutil.which(program) is None:
-            yield problem(root, where, f"there is no program {program} on this machine{ELSEWHERE}")
+    kinds = {"": (DATA, _has_data), "model directory ": (MODELS, _has_model), "program ": (PROGRAMS, shutil.which)}
+    for kind, (places, is_here) in kinds.items():
+        for where, named in (found for keys in places for found in _texts(values, keys)):
+            if not is_here(named):
+                yield problem(root, where, f"there is no {kind}{named} on this machine{ELSEWHERE}")
 
 
-def _at(values: Any, where: tuple[str, ...]) -> Any:
-    """Return the value at a key; None if there is none."""
-    for key in where:
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return values
+def _texts(values: Any, keys: tuple[str, ...], where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each text at the keys, of which `*` is any, after its own keys; of a list of words, the first one."""
+    if isinstance(values, Mapping) and keys:
+        for key in values if keys[0] == "*" else keys[:1]:
+            yield from _texts(values.get(key), keys[1:], (*where, key))
+    elif not keys:
+        text = values[0] if isinstance(values, list) and values else values
+        if isinstance(text, str):
+            yield where, text
 
 
-def _model_keys(values: Any, where: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the keys whose value names a model to load: the job's model, its reward model and its teachers."""
-    for key in (("model", "path"), ("model", "tokenizer"), ("rollout", "reward_model", "path")):
-        if isinstance(_at(values, key), str):
-            yield key
-    teachers = _at(values, ("algo", "teachers"))
-    for name in teachers if isinstance(teachers, Mapping) else ():
-        if isinstance(_at(teachers, (name, "path")), str):
-            yield ("algo", "teachers", name, "path")
-
-
-def _programs(values: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the keys that name a program to run, and the program: an agent's interpreter, or its command."""
-    harness = ("rollout", "harness")
-    if isinstance(python := _at(values, (*harness, "python")), str):
-        yield (*harness, "python"), python
-    command = _at(values, (*harness, "command"))
-    if isinstance(command, list) and command and isinstance(command[0], str):
-        yield (*harness, "command"), command[0]
+def is_here(path: str) -> bool:
+    """Return whether there is something at a path, or at one that a pattern matches, on this machine."""
+    path = path.removeprefix("file://").rstrip("/")
+    return bool(os.path.exists(path) or glob.glob(path))
 
 
 def _has_data(path: str) -> bool:

@@ -124,8 +124,11 @@ def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
         ),
         *(f"does not fit: {problem}" for problem in plan.problems),
     ]
-    title = Text(f"{update.model}: {update.parameters:,} parameters, {update.trained:,} trained")
-    return [title, *(_pool_table(pool, plan.room) for pool in plan.pools), *map(Text, texts)]
+    return [
+        Text(f"{update.model}: {update.parameters:,} parameters, {update.trained:,} trained"),
+        *(_pool_table(pool, plan.room) for pool in plan.pools),
+        *map(Text, texts),
+    ]
 
 
 def _pool_table(pool: PoolBudget, room: float) -> Table:

@@ -56,10 +56,9 @@ def card(
             "```",
         ],
     }
-    header = _header(job, artifact, recipe, head)
     lines = [
         "---",
-        *(f"{key}: {json.dumps(value)}" for key, value in header.items()),
+        *(f"{key}: {json.dumps(value)}" for key, value in _header(job, artifact, recipe, head).items()),
         "---",
         "",
         f"# {artifact.run_name}",
@@ -95,8 +94,7 @@ def base_model(path: str) -> str | None:
         id, _ = at_revision(path)
         return id if HUB_ID.fullmatch(id) else None
     try:
-        metadata = yaml.safe_load((Path(path) / "README.md").read_text().split("---\n", 2)[1])
-        named = metadata["base_model"]
+        named = yaml.safe_load((Path(path) / "README.md").read_text().split("---\n", 2)[1])["base_model"]
     except (OSError, UnicodeDecodeError, IndexError, KeyError, TypeError, yaml.YAMLError):
         return None
     return named if isinstance(named, str) and HUB_ID.fullmatch(named) else None
