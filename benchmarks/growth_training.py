@@ -165,7 +165,7 @@ def step_of_controller(directory: Path, episodes: int) -> Run:
     role: Any = SimpleNamespace(call=lambda _, samples: [np.zeros(len(sample), np.float32) for sample in samples])
 
     def run() -> None:
-        scored = score_groups(Rewards({}), groups)
+        scored = score_groups(Rewards(), groups)
         outcome_metrics(scored, 0, rollout)
         columned, _ = controller.add_token_column(scored, role, "old_logprobs")
         units = controller.recipe.compute_advantages(columned)

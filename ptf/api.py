@@ -49,7 +49,7 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
     said = list[str]()
     job = settled(job, tell=said.append)
     if job.publish.metric is not None:
-        from ptf.evaluate.evaluation_check import check_evaluation
+        from ptf.evaluate.gate import check_evaluation
 
         check_evaluation(job)
     from ptf.inspection.touch import touch

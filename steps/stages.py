@@ -14,7 +14,7 @@ def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Make the prepared data, or reuse them if they exist. Models of other jobs that are not published yet are trained
     and published first."""
     from ptf.data.sources.rows import stamps
-    from ptf.evaluate.evaluation_check import check_evaluation
+    from ptf.evaluate.gate import check_evaluation
     from ptf.run import check_run_name, inputs_of, published_models, remove_leftovers, unpublished
     from ptf.train.source_specs import specs
 

@@ -15,7 +15,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import load
 from ptf.data.chat import chat_samples
 from ptf.data.tokenizer import Tokenizer
-from ptf.inspection import touch
+from ptf.inspection import opened
 from ptf.inspection.terminal import show
 from ptf.run import run
 from tests.child import run_python
@@ -180,9 +180,9 @@ def test_check_says_passes_and_steps_where_that_is_cheap(job, tmp_path, capfd, m
         return (main(["check", config]), capfd.readouterr().err)
 
     assert checked() == (0, f"check: passes over the data: sums {passes:.3g}; steps: {found['steps']}\n")
-    monkeypatch.setattr(touch, "FEW_ROWS", 1)
+    monkeypatch.setattr(opened, "FEW_ROWS", 1)
     assert "(estimated)" in checked()[1]
-    monkeypatch.setattr(touch, "MOST_BYTES", 10)
+    monkeypatch.setattr(opened, "MOST_BYTES", 10)
     assert "`ptf inspect` prints the number of passes" in checked()[1]
 
 

@@ -34,20 +34,18 @@ MAY_IMPORT = {  # part of ptf → the parts it may import besides itself
     "train": TRAIN,
     "rl": TRAIN | {"train", "events"},
     "evaluate": set(),
-    "evaluate.gate": BASE | {"artifact", "config", "storage"},  # torch-free, as the next
-    "evaluate.evaluation_check": BASE | {"config", "events", "recipes"},
+    "evaluate.gate": BASE | {"artifact", "config", "storage", "events", "recipes"},  # torch-free
     "evaluate.measurement": TRAIN | {"train", "rl", "artifact", "evaluate.gate", "events"},
     "run": TRAIN | {"train", "rl", "artifact", "evaluate.measurement"},
     "training_run": TRAIN | {"train", "artifact", "run", "evaluate.gate"},
     "evaluate.replay": TRAIN | {"rl", "run", "training_run"},
-    "evaluate.evaluation": TRAIN
-    | {"evaluate.gate", "evaluate.evaluation_check", "evaluate.measurement", "artifact", "run", "training_run"},
+    "evaluate.evaluation": TRAIN | {"evaluate.gate", "evaluate.measurement", "artifact", "run", "training_run"},
     "publish": TRAIN | {"evaluate.gate", "evaluate.measurement", "train", "artifact", "run", "training_run"},
     "serving": TRAIN | {"train", "rl", "events"},
     "inspection": TRAIN | {"train", "rl", "run"},
-    "episode_preview": TRAIN | {"train", "rl", "run"},
+    "episode_preview": TRAIN | {"train", "rl", "run", "inspection"},
     "api": BASE
-    | {"compute", "config", "evaluate.evaluation_check", "inspection", "training_run", "evaluate.evaluation"}
+    | {"compute", "config", "evaluate.gate", "inspection", "training_run", "evaluate.evaluation"}
     | {"publish", "serving", "episode_preview", "evaluate.replay"},
     "cli": TRAIN | {"", "api", "train", "rl", "run", "inspection", "serving", "episode_preview"},
 }

@@ -94,11 +94,11 @@ class Player:
 
     def __init__(self, job: Job, sampler: Sampler, rewards: Rewards) -> None:
         self.sampler, self.rewards = sampler, rewards
-        self.is_scored = bool(rewards.by_source) or job.online_rollout.is_multi_turn
+        self.is_scored = bool(rewards) or job.online_rollout.is_multi_turn
         self.together = job.online_rollout.prompts_per_step * job.online_rollout.group_size  # the most episodes at once
         self.timeout_s = sampler.episode_timeout_s or job.compute.timeout_s
         self.limits = sampler.limits(job.online_rollout.max_new_tokens, job.online_rollout.temperature)
-        scores_groups = any(workers.signature.scores == "group" for workers, _ in rewards.by_source.values())
+        scores_groups = any(workers.signature.scores == "group" for workers, _ in rewards.values())
         self.per_prompt = job.online_rollout.group_size if scores_groups else 1
 
     def play(self, script: Script | None, prompts: Sequence[Prompt], episodes: int, what: str) -> Played:
@@ -127,7 +127,7 @@ class Player:
         """Return how often environments and rewards were asked once more since the last call."""
         counted = {
             "environment_retries": self.sampler if self.sampler.rollout_functions.environments else None,
-            "reward_retries": self.rewards if self.rewards.by_source else None,
+            "reward_retries": self.rewards or None,
         }
         return {name: float(of.take_retries()) for name, of in counted.items() if of is not None}
 

@@ -79,9 +79,8 @@ def _why_not_own(job: Job) -> str | None:
         return None if there else f"{path} has no weights"
     if not _is_hub_id(path):
         return f"there is no directory {path}"
-    if hub.cached(path) is None:
-        return f"{path} is not in the cache of this machine (--policy {path} downloads it)"
-    return None
+    missing = f"{path} is not in the cache of this machine (--policy {path} downloads it)"
+    return missing if hub.cached(path) is None else None
 
 
 def _is_hub_id(path: str) -> bool:

@@ -22,6 +22,7 @@ from ptf.episode_preview.player import EpisodeTimes, Played, Player
 from ptf.episode_preview.policies import SCRIPTS, PreviewPolicy, policy_of, tokenizer_without_model
 from ptf.episode_preview.report import Piece, Preview, PreviewEpisode, Probe, Turn
 from ptf.errors import UserError
+from ptf.inspection.report import spans
 from ptf.rl.engine_settings import EngineSettings
 from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.rl.prompts import training_prompts
@@ -219,5 +220,4 @@ def _pieces(tokens: np.ndarray, positions: np.ndarray, tokenizer: Tokenizer) -> 
     """Return a document's text in pieces of what was sampled, and of what was not."""
     sampled = np.zeros(len(tokens), bool)
     sampled[positions] = True
-    edges = [0, *(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(tokens)]
-    return [Piece(tokenizer.decode(tokens[a:b]), bool(sampled[a])) for a, b in itertools.pairwise(edges) if b > a]
+    return [Piece(text, bool(weight)) for text, weight in spans(tokens, sampled, tokenizer)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ class Turn:
         return self.policy_seconds + self.other_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a conversation."""
 
     text: str
@@ -106,9 +105,7 @@ class Preview:
 
 def median_and_max(values: Sequence[float]) -> dict[str, float] | None:
     """Return the median and the largest of some seconds; None if there are none."""
-    if not values:
-        return None
-    return {"median": round(float(np.median(values)), 6), "max": round(max(values), 6)}
+    return {"median": round(float(np.median(values)), 6), "max": round(max(values), 6)} if values else None
 
 
 def as_dict(preview: Preview) -> dict[str, Any]:

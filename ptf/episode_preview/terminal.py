@@ -7,9 +7,9 @@ import numpy as np
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from ptf.episode_preview.report import Preview, PreviewEpisode, median_and_max
+from ptf.inspection.terminal import marked
 
 BAR = 40  # characters of the longest bar
 BINS = 10
@@ -25,7 +25,10 @@ def show(preview: Preview, console: Console, *, conversations: bool = True) -> N
         for number, episode in enumerate(preview.episodes):
             _conversation(number, episode, console)
     console.print(_times(preview))
-    for line in (*_reward_lines(preview.rewards), *_count_lines(preview)):
+    scoring = f", scoring {preview.scoring_seconds:.3g} s" if preview.scoring_seconds >= 0.001 else ""
+    counts = ", ".join(f"{name} {value:g}" for name, value in preview.counts.items())
+    counted = f"{len(preview.episodes)} episodes in {preview.seconds:.3g} s{scoring}\ncounts of all episodes: {counts}"
+    for line in (*_reward_lines(preview.rewards), counted):
         console.print(line, markup=False, soft_wrap=True)
     for line in _problem_lines(preview):
         console.print(line, style="yellow", markup=False, soft_wrap=True)
@@ -38,12 +41,7 @@ def _conversation(number: int, episode: PreviewEpisode, console: Console) -> Non
     if episode.reason is not None:
         console.print(episode.reason, style="red", markup=False, soft_wrap=True)
     for document in episode.documents:
-        out = Text()
-        for piece in document:
-            text = piece.text.replace("\x1b", "␛")  # the other side's text does not control the terminal
-            shown = text if console.is_terminal or not piece.sampled else f"⟦{text}⟧"
-            out.append(shown, style="black on green" if piece.sampled else "dim")
-        console.print(out, soft_wrap=True)
+        console.print(marked(document, console.is_terminal), soft_wrap=True)
 
 
 def _title(number: int, episode: PreviewEpisode) -> str:
@@ -84,16 +82,6 @@ def _reward_lines(rewards: Sequence[float]) -> Iterator[str]:
         names = [f"{low:.3g} – {high:.3g}" for low, high in pairwise(edges)]
     for name, count in zip(names, counts.tolist(), strict=True):
         yield f"{name:>17} {count:>5} {'█' * max(count > 0, round(BAR * count / counts.max()))}"
-
-
-def _count_lines(preview: Preview) -> list[str]:
-    """Return lines about the length of the play, and what was counted."""
-    counts = ", ".join(f"{name} {value:g}" for name, value in preview.counts.items())
-    scoring = f", scoring {preview.scoring_seconds:.3g} s" if preview.scoring_seconds >= 0.001 else ""
-    return [
-        f"{len(preview.episodes)} episodes in {preview.seconds:.3g} s{scoring}",
-        f"counts of all episodes: {counts}",
-    ]
 
 
 def _problem_lines(preview: Preview) -> list[str]:

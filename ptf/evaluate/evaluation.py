@@ -13,7 +13,6 @@ from ptf.compute.lease import hold_lease
 from ptf.config import Job
 from ptf.errors import Retryable, UserError, full_text, is_transient
 from ptf.evaluate import gate
-from ptf.evaluate.evaluation_check import check_evaluation
 from ptf.evaluate.measurement import measure_model, measure_run
 from ptf.model import model_files
 from ptf.run import begun_job
@@ -56,7 +55,7 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
         | {"lora": None, "trainable": None}
     )
     job = job.model_copy(update={"model": section, "publish": job.publish.model_copy(update={"gate": "unmeasured"})})
-    check_evaluation(job)
+    gate.check_evaluation(job)
     directory = model_files.locate(model, verify_up_to=job.verify_bytes)
     with disk.disk_errors_as_user_errors(job.output), scratch.directory(Path(job.output) / "evaluation") as place:
         (place / "model").symlink_to(directory.resolve())

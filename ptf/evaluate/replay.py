@@ -69,9 +69,8 @@ def _different_tensors(one: Path, other: Path) -> list[str]:
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits."""
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    bits, others = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(bits, others)
 
 
 def _first_different_step(one: Path, other: Path) -> int | None:

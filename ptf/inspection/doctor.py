@@ -41,12 +41,11 @@ PYTHON = "ptf is tested with 3.11 alone; the pinned packages do not all install 
 def findings() -> Iterator[Finding]:
     """Yield what `ptf doctor` finds, line by line."""
     yield Finding("python", platform.python_version(), "" if sys.version_info[:2] == (3, 11) else PYTHON)
-    for package in NEEDED:
-        version = _version(package)
-        yield Finding(package, version or "–", "" if version else "ptf cannot run without it: make setup")
-    for package, lost in OPTIONAL.items():
+    lost = dict.fromkeys(NEEDED, "ptf cannot run without it: make setup")
+    lost |= {package: f"without it there is no {what}" for package, what in OPTIONAL.items()}
+    for package, problem in lost.items():
         version = next(filter(None, map(_version, SAME.get(package, (package,)))), None)
-        yield Finding(package, version or "–", "" if version else f"without it there is no {lost}")
+        yield Finding(package, version or "–", "" if version else problem)
     yield from _devices()
     yield from _machine()
 

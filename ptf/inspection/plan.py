@@ -69,9 +69,11 @@ def why_not(candidate: Candidate) -> str:
 
 def _step_as_json(step: Budget, bound: Roofline | None) -> dict[str, object]:
     memory = {name: getattr(step.memory, name) / GIB for name in step.memory.__slots__}
-    found: dict[str, object] = {"memory_gib": {"step": {**memory, "total": step.memory.total / GIB}}}
-    found |= {"host_gib_per_worker": step.host / GIB, "checkpoint_host_gib_per_worker": step.copied / GIB}
-    found |= {"fits": step.fits, "flops": step.flops, "tokens": step.tokens, "seconds": step.seconds}
+    found: dict[str, object] = {
+        "memory_gib": {"step": {**memory, "total": step.memory.total / GIB}},
+        **{"host_gib_per_worker": step.host / GIB, "checkpoint_host_gib_per_worker": step.copied / GIB},
+        **{"fits": step.fits, "flops": step.flops, "tokens": step.tokens, "seconds": step.seconds},
+    }
     if bound is not None:
         operators = [
             {"name": name, "seconds": seconds, "share": seconds / bound.seconds}

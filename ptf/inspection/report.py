@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -88,11 +87,11 @@ def few_or_all(partitions: Partitions) -> int:
     return ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
 
 
-def spans(sample: Document, tokenizer: Tokenizer) -> list[tuple[str, float]]:
-    """Return the text of a sample in pieces of equal weight, each with its weight; weight 0 is context."""
-    changes = ((sample.loss_weights[1:] != sample.loss_weights[:-1]).nonzero()[0] + 1).tolist()
-    edges = pairwise([0, *changes, len(sample)])
-    return [(tokenizer.decode(sample.tokens[start:end]), float(sample.loss_weights[start])) for start, end in edges]
+def spans(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, float]]:
+    """Return a text in pieces of equal weight, each with its weight; weight 0 is context."""
+    changes = ((weights[1:] != weights[:-1]).nonzero()[0] + 1).tolist()
+    edges = itertools.pairwise([0, *changes, len(tokens)])
+    return [(tokenizer.decode(tokens[start:end]), float(weights[start])) for start, end in edges if end > start]
 
 
 def as_dict(report: Report) -> dict[str, Any]:

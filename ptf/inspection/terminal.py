@@ -2,7 +2,7 @@
 the trained tokens marked."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from rich.box import SIMPLE
@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ptf.data.document import Document
 from ptf.data.sources.files import shown
 from ptf.data.survey import SourceSurvey, Survey
 from ptf.inspection.report import Report, advice, outlook, spans
@@ -34,7 +33,8 @@ def show(report: Report, console: Console) -> None:
                 markup=False,
             )
             for sample in unit:
-                console.print(_marked(sample, report, console.is_terminal), soft_wrap=True)
+                pieces = spans(sample.tokens, sample.loss_weights, report.tokenizer)
+                console.print(marked(pieces, console.is_terminal), soft_wrap=True)
 
 
 def _sources(survey: Survey) -> Table:
@@ -116,9 +116,10 @@ def _left_out(source: SourceSurvey, console: Console) -> None:
         console.print(f"bad row: {bad.where} (source {source.name}): {bad.reason}", style="red", markup=False)
 
 
-def _marked(sample: Document, report: Report, colours: bool) -> Text:
-    """Return the text of a sample with the trained tokens marked."""
+def marked(pieces: Iterable[tuple[str, float]], colours: bool) -> Text:
+    """Return a text of pieces with those marked that have a weight."""
     out = Text()
-    for text, weight in spans(sample, report.tokenizer):
+    for piece, weight in pieces:
+        text = piece.replace("\x1b", "␛")  # the text of another does not control the terminal
         out.append(text if colours or not weight else f"⟦{text}⟧", style="black on green" if weight else "dim")
     return out

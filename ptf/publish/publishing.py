@@ -177,9 +177,7 @@ def _version_before(job: Job, run_name: str) -> Mapping[str, Any] | None:
     seen = published_versions.pointer(job.versions)
     counted = [*seen.before, seen.version] if seen else []
     earlier = counted[: counted.index(run_name)] if run_name in counted else counted
-    if not earlier:
-        return None
-    return storage.manifest_of(f"{job.versions}/{earlier[-1]}")
+    return storage.manifest_of(f"{job.versions}/{earlier[-1]}") if earlier else None
 
 
 def _raise_if_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:

@@ -188,9 +188,9 @@ def evaluation_rewards(job: Job) -> Rewards:
 
 def rewards_of(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards:
     """Return the processes that score responses by these reward functions."""
-    rollout, workers = job.rollout or RolloutConfig(), dict[str, tuple[RewardWorkers, float]]()
+    rollout, rewards = job.rollout or RolloutConfig(), Rewards()
     for source, what in by_source.items():
-        workers[source] = (
+        rewards[source] = (
             RewardWorkers(
                 what.plugin,
                 within_s=job.compute.timeout_s,
@@ -200,4 +200,4 @@ def rewards_of(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards:
             ),
             what.weight,
         )
-    return Rewards(workers)
+    return rewards

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,18 +12,16 @@ import numpy as np
 
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tool_calls import parser_of
-from ptf.data.trajectory import Generation, Prompt
+from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
-from ptf.rl.endpoint import chat as chat_completions
-from ptf.rl.endpoint import responses
-from ptf.rl.endpoint.chat import ChatRequest, whole_number
+from ptf.rl.endpoint.chat import ChatRequest, parse_chat, whole_number
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
 from ptf.rl.endpoint.http_server import Handle
 from ptf.rl.endpoint.request_exchange import Exchange, raise_if_not_one_by_one
 from ptf.rl.endpoint.response_form import answered
-from ptf.rl.endpoint.responses import ResponsesRequest
+from ptf.rl.endpoint.responses import ResponsesRequest, parse_responses
 from ptf.rl.engines import protocol
-from ptf.rl.engines.protocol import Progress, Request, Sampling, StreamingEngine
+from ptf.rl.engines.protocol import Sampling, StreamingEngine
 from ptf.rl.engines.stepper import Stepper
 from ptf.rl.policy.policy import Limits, NoRoom, Policy
 
@@ -71,10 +69,10 @@ class ResponseService:
         await asyncio.to_thread(_wait_for_last_step, self.engine.stepper)
 
     async def _chat(self, request: HttpRequest) -> HttpResponse:
-        return await self._answered(request, chat_completions.parse(request.json_object()))
+        return await self._answered(request, parse_chat(request.json_object()))
 
     async def _responses(self, request: HttpRequest) -> HttpResponse:
-        asked = replace(responses.parse(request.json_object(), _no_earlier), store=False)
+        asked = replace(parse_responses(request.json_object(), _no_earlier), store=False)
         return await self._answered(request, asked.chat, asked)
 
     async def _answered(
@@ -104,9 +102,9 @@ class ResponseService:
             Limits(sampling, self.max_length),
             self.tokenizer,
             lambda number: of_episode if number < 0 else (seed + number) % 2**62,
-            self._generate,
+            lambda request: protocol.answered(self.engine, request, None),
             self.engine.version,
-            self._stream,
+            lambda request: protocol.streamed(self.engine, request, None),
         )
         try:
             context = await asyncio.get_running_loop().run_in_executor(
@@ -130,12 +128,6 @@ class ResponseService:
         if top_p == 0:
             raise HttpError(400, "top_p must be above 0", "top_p")
         return Sampling(chat.max_tokens or self.max_new_tokens, temperature, self.tokenizer.stop_ids, top_p)
-
-    async def _generate(self, request: Request) -> Generation:
-        return await protocol.answered(self.engine, request, None)
-
-    def _stream(self, request: Request) -> AsyncGenerator[Progress]:
-        return protocol.streamed(self.engine, request, None)
 
 
 def _wait_for_last_step(stepper: Stepper) -> None:

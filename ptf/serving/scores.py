@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.data.batch import Batch
@@ -95,11 +94,11 @@ def conversations_of(given: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return found
 
 
-def last_value(model: Model, batch: Batch) -> Tensor:
+def last_value(model: Model, batch: Batch) -> torch.Tensor:
     """Return the head's value at the last token of each document, [documents]."""
     positions = ends(batch)
 
-    def head_fn(x: Tensor, head: Any) -> Tensor:
+    def head_fn(x: torch.Tensor, head: Any) -> torch.Tensor:
         last = x.flatten(0, 1).index_select(0, positions)  # [documents, D]
         return head.values(last) if isinstance(head, Scalar) else head(last[:, None]).float().reshape(len(last))
 

@@ -20,8 +20,7 @@ from ptf.data.batch import Batch
 from ptf.data.encode import encode_preference
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.evaluate.evaluation_check import check_evaluation
-from ptf.evaluate.gate import Worse
+from ptf.evaluate.gate import Worse, check_evaluation
 from ptf.evaluate.measurement import auc, calibration_error, compute_own_metric, measure_run
 from ptf.publish.publishing import _raise_if_worse
 from ptf.recipes.rm.recipe import RM

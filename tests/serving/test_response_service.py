@@ -8,8 +8,7 @@ import pytest
 
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.rl.rewards.judge_prompt import JudgePrompt
-from ptf.rl.rewards.judge_reward import JudgeReward, UnreadableReply
+from ptf.rl.rewards.judge_reward import JudgePrompt, JudgeReward, UnreadableReply
 from ptf.serving.conversation import Chat
 from ptf.serving.public_endpoint import PublicEndpoint
 from ptf.serving.served_model import ServedModel

@@ -14,7 +14,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import ConfigError, loads
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.evaluate.evaluation_check import check_evaluation
+from ptf.evaluate.gate import check_evaluation
 from ptf.evaluate.measurement import measure_run
 from ptf.events.catalogue import Catalogue
 from ptf.events.prepare import generated

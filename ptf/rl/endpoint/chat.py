@@ -62,7 +62,7 @@ def raise_if_unsupported(
         raise HttpError(400, f"{name[:80]} is not supported here; {hint}", name[:80])
 
 
-def parse(given: Mapping[str, Any]) -> ChatRequest:
+def parse_chat(given: Mapping[str, Any]) -> ChatRequest:
     """Return the request in a body. Raises HttpError (400) with the name of what cannot be served."""
     raise_if_unsupported(given, READ)
     arguments = given.get("chat_template_kwargs") or {}

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from ptf.data.trajectory import is_reward
-from ptf.rl.endpoint import chat as chat_completions
-from ptf.rl.endpoint import responses
-from ptf.rl.endpoint.chat import ChatRequest
+from ptf.rl.endpoint.chat import ChatRequest, parse_chat
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import HttpServer
 from ptf.rl.endpoint.response_form import answered
-from ptf.rl.endpoint.responses import ResponsesRequest
+from ptf.rl.endpoint.responses import ResponsesRequest, parse_responses
 from ptf.rl.endpoint.session import MODELS, Session
 from ptf.rl.policy.calls import Message
 
@@ -70,9 +68,9 @@ class Endpoint:
         if path == "v1/models":
             return json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in MODELS]})
         if path == "v1/chat/completions":
-            return await self._answer(session, request, chat_completions.parse(request.json_object()))
+            return await self._answer(session, request, parse_chat(request.json_object()))
         if path == "v1/responses":
-            asked = responses.parse(request.json_object(), lambda name: _earlier(session, name))
+            asked = parse_responses(request.json_object(), lambda name: _earlier(session, name))
             return await self._answer(session, request, asked.chat, asked)
         return await self._score(session, request, path)
 
@@ -81,11 +79,7 @@ class Endpoint:
         session: Session, request: HttpRequest, chat: ChatRequest, asked: ResponsesRequest | None = None
     ) -> HttpResponse:
         """Answer a request for chat completions, or what was `asked` for as one."""
-        try:
-            exchange = session.exchange(request, chat)
-        except HttpError as error:
-            session.refused = str(error)
-            raise
+        exchange = session.exchange(request, chat)
         deliver, lose = partial(session.deliver, exchange), partial(session.lose, exchange)
         return await answered(exchange, asked, session.conversations, deliver, lose)
 

@@ -260,18 +260,16 @@ class Connection:
                     self.server.receiving += len(event.data)
                 elif size > 4 * self.server.bounds.body:  # less is read, so that the client reads the refusal
                     return None
-            elif isinstance(event, h11.EndOfMessage):
-                break
+            elif isinstance(event, h11.EndOfMessage) and request is not None:  # it comes after one
+                return replace(
+                    request,
+                    body=b"".join(parts),
+                    connected=lambda: not self.reader.gone,
+                    settle=self.settle,
+                    refusal=refusal,
+                )
             else:  # ConnectionClosed, or PAUSED
                 return None
-        assert request is not None
-        return replace(
-            request,
-            body=b"".join(parts),
-            connected=lambda: not self.reader.gone,
-            settle=self.settle,
-            refusal=refusal,
-        )
 
     def _refusal(self, request: HttpRequest) -> HttpError | None:
         """Return why a request is refused whatever its body is: it may be that of a web page, sent through a browser,

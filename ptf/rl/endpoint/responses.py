@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptf.rl.endpoint import chat as chat_completions
-from ptf.rl.endpoint.chat import ChatRequest, call_of
 from ptf.rl.endpoint.http_message import HttpError
 
 Message = Mapping[str, Any]
@@ -37,13 +36,13 @@ TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 class ResponsesRequest:
     """A request for a response."""
 
-    chat: ChatRequest
+    chat: chat_completions.ChatRequest
     messages: Sequence[Message]  # the conversation without `instructions`, which hold for one response only
     store: bool  # whether a later request may continue the response by its id
     echo: Mapping[str, Any]  # what the response repeats of the request
 
 
-def parse(given: Mapping[str, Any], earlier: Callable[[str], Sequence[Message]]) -> ResponsesRequest:
+def parse_responses(given: Mapping[str, Any], earlier: Callable[[str], Sequence[Message]]) -> ResponsesRequest:
     """Return the request in a body. Raises HttpError (400) with the name of what cannot be served.
 
     `earlier` returns the conversation up to the end of the response with an id, or raises HttpError.
@@ -58,7 +57,7 @@ def parse(given: Mapping[str, Any], earlier: Callable[[str], Sequence[Message]])
             raise HttpError(400, f"{name} must be a text", name)
     messages = [*(earlier(previous) if previous else ()), *messages_of(given.get("input"))]
     system = [{"role": "system", "content": instructions}] if instructions else []
-    chat = chat_completions.parse(
+    chat = chat_completions.parse_chat(
         {
             **{name: given[name] for name in SAME if name in given},
             "messages": [*system, *messages],
@@ -136,7 +135,7 @@ def _message(i: int, item: Any) -> tuple[dict[str, Any], str]:
         return {"role": "assistant", "content": _text(i, item.get("content") or item.get("summary") or "")}, kind
     if kind == "function_call":
         parts = [_required(i, item, name) for name in ("call_id", "name", "arguments")]
-        return {"role": "assistant", "content": None, "tool_calls": [call_of(*parts)]}, kind
+        return {"role": "assistant", "content": None, "tool_calls": [chat_completions.call_of(*parts)]}, kind
     if kind == "function_call_output":
         call = _required(i, item, "call_id")
         return {"role": "tool", "tool_call_id": call, "content": _text(i, item.get("output"))}, kind

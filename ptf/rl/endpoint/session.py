@@ -47,7 +47,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.closed = self.ended = False  # no more requests; and no more changes
         self.reward: float | None = None
-        self.refused = ""  # why the last request was refused
+        self.refused = ""  # why the last request that would be a new one was refused
 
     def exchange(self, request: HttpRequest, chat: ChatRequest) -> Exchange:
         """Return the exchange of a request: a new one, or that of the request which it repeats.
@@ -64,7 +64,8 @@ class Session:
         else:
             try:
                 exchange = self._new(chat)
-            except HttpError:
+            except HttpError as error:
+                self.refused = str(error)
                 self.exchanges.pop(digest, None)  # if it is repeated, it repeats nothing that was answered
                 raise
             self.exchanges.setdefault(digest, []).append(exchange)

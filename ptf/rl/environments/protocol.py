@@ -75,8 +75,7 @@ def checked_step(result: Any) -> Any:
     if not valid:
         return Fault(f"the reward of a step is {result.reward!r}")
     given = result.environment_messages
-    own = {} if result.policy_message is None else result.policy_message
-    messages: list[Any] = [*given, own] if isinstance(given, Sequence) else [None]
+    messages: list[Any] = [*given, result.policy_message or {}] if isinstance(given, Sequence) else [None]
     if not all(isinstance(message, Mapping) for message in messages):
         return Fault(f"the messages of a step are {str(given)[:60]!r}")
     return result

@@ -17,7 +17,7 @@ DEFINED_IN = {  # name in this package → where it is defined: module and name
     "weighted": ("weighted_sum", "WeightedSum"),
     "scores_groups": ("declarations", "scores_groups"),
     "batched": ("declarations", "batched"),
-    "EpisodeView": ("episode_view", "EpisodeView"),
+    "EpisodeView": ("calls", "EpisodeView"),
 }
 
 

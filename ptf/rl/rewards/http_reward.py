@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ptf.errors import UserError
+from ptf.rl.rewards.calls import EpisodeView
 from ptf.rl.rewards.declarations import batched
-from ptf.rl.rewards.episode_view import EpisodeView
-from ptf.rl.rewards.server_reward import RequestFault, ServerReward, raise_if_no_count
+from ptf.rl.rewards.server_reward import RequestFault, ServerReward, raise_if_less
 
 BATCH = 32
 
@@ -73,7 +73,7 @@ class HttpBatchReward(HttpReward):
     batch: int = BATCH
 
     def __post_init__(self) -> None:
-        raise_if_no_count("batch", self.batch)
+        raise_if_less("batch", self.batch, 1)
         super().__post_init__()
 
     async def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]

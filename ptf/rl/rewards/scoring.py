@@ -10,17 +10,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Any
 
 from ptf.config import Plugin, plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
 from ptf.data.trajectory import Group, NoResult, Reward, Trajectory
 from ptf.errors import UserError
-from ptf.rl.rewards.calls import Response
+from ptf.rl.rewards.calls import EpisodeView, Response
 from ptf.rl.rewards.declarations import first_lines
-from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.worker_messages import Fault
 from ptf.rl.worker_process import CallQueue, QueuedCall, WorkerProcess
 
@@ -47,7 +46,7 @@ class RewardWorkers:
 
     def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Outcome]:
         """Return the outcomes of responses to different prompts, each a row and a text, in order."""
-        with GroupScoring() as scoring:
+        with GroupScoring(Rewards()) as scoring:
             for number, (row, text) in enumerate(items):
                 scoring.ask(number, self, [Response(dict(row), text)])
             return [outcome for (outcome,) in scoring.outcomes().values()]
@@ -74,23 +73,20 @@ class RewardWorkers:
             worker.close()
 
 
-@dataclass(frozen=True)
-class Rewards:
-    """Rewards and the factors on them, by source; the one of all sources has the name ""."""
-
-    by_source: Mapping[str, tuple[RewardWorkers, float]]
+class Rewards(dict[str, tuple[RewardWorkers, float]]):
+    """Rewards and the factors on them, by source; the one of all sources has the name "". It may be empty."""
 
     def take_retries(self) -> int:
         """Return how many responses were scored once more since the last call."""
-        return sum(workers.take_retries() for workers, _ in self.by_source.values())
+        return sum(workers.take_retries() for workers, _ in self.values())
 
     def close(self) -> None:
         """End the processes."""
-        for workers, _ in self.by_source.values():
+        for workers, _ in self.values():
             workers.close()
 
 
-class GroupScoring:
+class GroupScoring(contextlib.AbstractContextManager["GroupScoring"]):
     """Groups that are scored while others are still generated.
 
     `add` is called with each group as soon as it is there, from any thread; `finish` returns all of them with their
@@ -101,8 +97,8 @@ class GroupScoring:
     without a result, one by one. `within_s` seconds after `outcomes` was called, none is scored.
     """
 
-    def __init__(self, rewards: Rewards | None = None) -> None:
-        self.by_source = rewards.by_source if rewards else {}
+    def __init__(self, rewards: Rewards) -> None:
+        self.rewards = rewards
         self.weights: dict[int, float] = {}  # number of a group → the factor on its rewards
         self.lock = threading.Lock()
         self.groups: dict[int, list[int]] = {}  # number of a group → the numbers of its responses
@@ -110,9 +106,6 @@ class GroupScoring:
         self.batches: dict[RewardWorkers, list[int]] = {}  # that wait for further responses
         self.ended = SimpleQueue[Future[Any]]()
         self.waiting: dict[Future[Any], list[int]] = {}
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for future in list(self.waiting):
@@ -123,7 +116,7 @@ class GroupScoring:
 
         A replica that was replaced may have given it before.
         """
-        reward = self.by_source.get(group[0].prompt.source, self.by_source.get(""))
+        reward = self.rewards.get(group[0].prompt.source, self.rewards.get(""))
         if reward is not None:
             workers, self.weights[number] = reward
             self.ask(number, workers, responses_left_to(workers, group))

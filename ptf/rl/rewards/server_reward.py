@@ -39,10 +39,10 @@ class _PassingFault(Exception):
         self.wait_s = wait_s
 
 
-def raise_if_no_count(name: str, value: Any) -> None:
-    """Raise UserError unless an argument is a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}: it must be a whole number above 0, not {value!r}")
+def raise_if_less(name: str, value: Any, least: float, *, whole: bool = True) -> None:
+    """Raise UserError unless an argument is a number of at least `least`, and, if `whole`, a whole one."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value >= least:
+        raise UserError(f"{name}: it must be a {'whole ' * whole}number of at least {least}, not {value!r}")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +67,11 @@ class ServerReward:
     asks = "rows and responses are sent to"  # what is done with the address, for the run's first line
 
     def __post_init__(self) -> None:
-        raise_if_no_count("max_concurrent_calls", self.max_concurrent_calls)
+        for name, least in (("max_concurrent_calls", 1), ("retries", 0), ("max_bytes", 1)):
+            raise_if_less(name, getattr(self, name), least)
+        raise_if_less("wait_s", self.wait_s, 0, whole=False)
+        if self.timeout_s is not None:
+            raise_if_less("timeout_s", self.timeout_s, 0.001, whole=False)
         parts = urlsplit(self.url) if isinstance(self.url, str) else None
         if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"url: {self.url!r} is no address of the form https://host/path")
@@ -78,17 +82,6 @@ class ServerReward:
             isinstance(text, str) and text for pair in headers.items() for text in pair
         ):
             raise UserError("headers_from_env: it must be {HEADER: NAME_OF_AN_ENVIRONMENT_VARIABLE, …}")
-        for name, least, kinds in (
-            ("timeout_s", 0.001, (int, float)),
-            ("retries", 0, (int,)),
-            ("wait_s", 0, (int, float)),
-            ("max_bytes", 1, (int,)),
-        ):
-            value = getattr(self, name)
-            if name == "timeout_s" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, kinds) or not value >= least:
-                raise UserError(f"{name}: it must be a number of at least {least}, not {value!r}")
 
     @classmethod
     def check_arguments(cls, **args: Any) -> None:

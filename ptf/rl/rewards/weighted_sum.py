@@ -6,7 +6,7 @@ from typing import Any
 from ptf.config import Plugin, plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
 from ptf.errors import UserError
-from ptf.rl.rewards.calls import checked_reward
+from ptf.rl.rewards.calls import EpisodeView, checked_reward
 from ptf.rl.rewards.declarations import (
     first_lines,
     is_asynchronous,
@@ -14,7 +14,6 @@ from ptf.rl.rewards.declarations import (
     overlapping_call,
     reward_of,
 )
-from ptf.rl.rewards.episode_view import EpisodeView
 from ptf.rl.worker_messages import Fault
 
 Parts = Sequence[Mapping[str, Any]]  # each {use, args, weight}

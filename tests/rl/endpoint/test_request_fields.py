@@ -8,7 +8,7 @@ import pytest
 from ptf.data.tool_calls import FORMATS
 from ptf.data.tool_calls.qwen3_coder import Qwen3Coder
 from ptf.rl.endpoint.answer_stream import AnswerStream
-from ptf.rl.endpoint.chat import parse
+from ptf.rl.endpoint.chat import parse_chat
 from ptf.rl.endpoint.http_message import HttpError
 from tests.data.templates import templated
 from tests.rl.endpoint.served import Scripted, played, user
@@ -32,24 +32,24 @@ REFUSED = {
 
 def test_what_has_no_effect_is_accepted_and_all_else_is_refused_by_name() -> None:
     for name, value in ACCEPTED.items():
-        parse({**BODY, name: value})
+        parse_chat({**BODY, name: value})
     for name, value in REFUSED.items():
         with pytest.raises(HttpError) as caught:
-            parse({**BODY, name: value})
+            parse_chat({**BODY, name: value})
         assert (caught.value.status, caught.value.param) == (400, name)
     for name, hint in (("temprature", "did you mean temperature"), ("reasoning_effort", "; leave it out")):
         with pytest.raises(HttpError, match=hint):
-            parse({**BODY, name: 1})
+            parse_chat({**BODY, name: 1})
     for argument in ("return_assistant_tokens_mask", "documents", "padding", "self", "not a name"):
         with pytest.raises(HttpError, match=argument) as caught:
-            parse({**BODY, "chat_template_kwargs": {argument: True}})
+            parse_chat({**BODY, "chat_template_kwargs": {argument: True}})
         assert caught.value.param == "chat_template_kwargs"
     for field in ({"messages": []}, {"tools": 1}, {"n": 0}, {"stop": [""]}):
         with pytest.raises(HttpError) as caught:
-            parse({**BODY, **field})
+            parse_chat({**BODY, **field})
         assert json.loads(caught.value.response().body)["error"]["param"] == next(iter(field))
     assert HttpError(400, "", "invalid_text").param is None
-    parse({**BODY, "messages": [{**user("a"), "unknown": 1}]})
+    parse_chat({**BODY, "messages": [{**user("a"), "unknown": 1}]})
 
 
 def test_arguments_of_the_template_reach_it_and_the_refusal_names_the_field() -> None:
@@ -108,7 +108,7 @@ def test_parameters_that_never_end_are_read_in_linear_time() -> None:
     class Counting(Qwen3Coder):
         parses = 0
 
-        def parse(self, text, tools):
+        def parse_chat(self, text, tools):
             self.parses += 1
             return super().parse(text, tools)
 

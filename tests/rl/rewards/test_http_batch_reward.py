@@ -11,7 +11,7 @@ import pytest
 from ptf.config import Plugin
 from ptf.config.reward_signature import RewardSignature, reward_fault
 from ptf.data.trajectory import NoResult, Reward
-from ptf.rl.rewards.episode_view import EpisodeView
+from ptf.rl.rewards.calls import EpisodeView
 from ptf.rl.rewards.http_reward import HttpBatchReward
 from ptf.rl.rewards.scoring import RewardWorkers
 from tests.rl.rewards.loopback import Reply, Server, serving

@@ -18,8 +18,7 @@ import pytest
 from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
-from ptf.rl.rewards.calls import checked_reward
-from ptf.rl.rewards.episode_view import EpisodeView
+from ptf.rl.rewards.calls import EpisodeView, checked_reward
 from ptf.rl.rewards.http_reward import HttpReward
 from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.rl.rewards.server_reward import LONGEST_WAIT_S, RequestFault, ServerReward, retry_after

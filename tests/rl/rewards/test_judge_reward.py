@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from ptf.config import Plugin
 from ptf.data.trajectory import NoResult, Reward
 from ptf.errors import UserError
-from ptf.rl.rewards.judge_prompt import JudgePrompt, prompt_of
-from ptf.rl.rewards.judge_reward import JudgeReward, UnreadableReply
+from ptf.rl.rewards.judge_reward import JudgePrompt, JudgeReward, UnreadableReply, prompt_of
 from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.rl.rewards.server_reward import RequestFault
 from tests.rl.rewards.loopback import Reply, Server, serving

@@ -10,7 +10,7 @@ import pytest
 from ptf.config import Plugin
 from ptf.data.trajectory import Reward
 from ptf.errors import UserError
-from ptf.rl.rewards.episode_view import EpisodeView
+from ptf.rl.rewards.calls import EpisodeView
 from ptf.rl.rewards.scoring import RewardWorkers
 from ptf.rl.rewards.weighted_sum import WeightedSum
 from tests.rl.rewards.loopback import Reply, serving
