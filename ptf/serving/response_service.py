@@ -91,8 +91,6 @@ class ResponseService:
             raise HttpError(404, f"there is no model {chat.model[:80]!r} here, only {self.model}", "model_not_found")
         if len(self.running) >= MOST_PENDING:
             raise HttpError(429, f"{MOST_PENDING} requests are pending", "too_many_pending")
-        if not self.tokenizer.hf.chat_template:
-            raise HttpError(400, "this model has no chat template, so it cannot answer conversations", "messages")
         raise_if_not_one_by_one(chat, self.form)
         sampling, seed = self._sampling(chat), whole_number(chat.sampling, "seed", -MOST_SEED, MOST_SEED)
         seed = secrets.randbits(62) if seed is None else seed

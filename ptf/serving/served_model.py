@@ -51,9 +51,13 @@ class ServedModel:
                 return [scorer]
             _raise_unless_native(options, "heads of your own")
         catalogue = self._catalogue(options)
+        if catalogue or directory.adapter:
+            _raise_unless_native(options, "rankings and adapters")
+        if not (catalogue or tokenizer.hf.chat_template):
+            raise UserError(
+                f"{self.where} has no chat template, so it cannot answer conversations; ptf chat continues texts"
+            )
         if options.engine == "vllm":
-            if catalogue or directory.adapter:
-                _raise_unless_native(options, "rankings and adapters")
             return [self._by_vllm(directory, tokenizer, options)]
         engine = self._native(directory, factory, device, options)
         length = max_length_of(engine.model.config, options)
@@ -62,10 +66,6 @@ class ServedModel:
             services.append(self._ranking(engine, tokenizer, catalogue, options.beam, length))
         if tokenizer.hf.chat_template:
             services.append(ResponseService(engine, tokenizer, self.name, length, options.max_new_tokens))
-        if not services:
-            raise UserError(
-                f"{self.where} has no chat template, so it cannot answer conversations; ptf chat continues texts"
-            )
         return services
 
     def _scorer(

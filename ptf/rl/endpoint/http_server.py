@@ -298,10 +298,8 @@ class Connection:
         headers = {"content-type": response.content_type, **(response.headers or {})}
         headers |= length or {"transfer-encoding": "chunked"}
         start = self.http.send(h11.Response(status_code=response.status, headers=list(headers.items()))) or b""
-        last = b""
-        if isinstance(response.body, bytes):
-            last = b"" if method == "HEAD" else response.body
-        else:
+        last = response.body if isinstance(response.body, bytes) and method != "HEAD" else b""
+        if not isinstance(response.body, bytes):
             async with contextlib.aclosing(response.body) as parts:
                 async for part in parts:
                     if last:
