@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from ptf.config.explain import explain, given
 from ptf.config.plugin import on_path
 from ptf.config.plugin_code import code_of
-from ptf.config.recipes import algo_config
-from ptf.config.schema import Job, job_class, jobs
+from ptf.config.recipes import RECIPES, algo_config
+from ptf.config.schema import Job, PluginJob, job_of
 from ptf.config.section import AlgoConfig, Section
 from ptf.config.sections.data import Source
 from ptf.config.tree import Dumper, Problem, Problems, Tree, merge, near, parse
@@ -191,7 +191,8 @@ def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
     """Return the job of a tree. Raise Problems with all that is wrong with it, and with `more`."""
     values = tree.root.plain()
     problems = [*tree.problems, *more]
-    known = job_class(values.get("recipe"))
+    recipe = values.get("recipe")
+    known = PluginJob if isinstance(recipe, dict) else job_of(recipe) if recipe in RECIPES else None
     job = None
     try:
         job = (known or Job).model_validate_json(json.dumps(values), strict=True)
@@ -202,10 +203,9 @@ def checked(tree: Tree, more: Iterable[Problem] = ()) -> Job:
             if of_known and not (is_missing and tree.unread):
                 problems += explain(error, known or Job, tree.root)
     if known is None and "recipe" in values:
-        recipe = values["recipe"]
         what = (
-            f"no such recipe: {given(recipe)}; there are {', '.join(jobs())}, or `use: "
-            f"module:name` for your own{near(str(recipe), jobs())}"
+            f"no such recipe: {given(recipe)}; there are {', '.join(RECIPES)}, or `use: "
+            f"module:name` for your own{near(str(recipe), RECIPES)}"
         )
         problems.append(Problem(tree.root.nearest(["recipe"]), "recipe", what))
     if job is None or problems:

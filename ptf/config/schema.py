@@ -113,10 +113,3 @@ def jobs() -> dict[str, type[Job]]:
 def online_recipes() -> tuple[str, ...]:
     """Return the names of the recipes of ptf that train on what they generate."""
     return tuple(recipe for recipe in RECIPES if algo_config_of(recipe).online)
-
-
-def job_class(recipe: object) -> type[Job] | None:
-    """Return the Job subclass for a raw `recipe` value, or None if there is no such recipe."""
-    if isinstance(recipe, dict | Plugin):
-        return PluginJob
-    return job_of(recipe) if isinstance(recipe, str) and recipe in RECIPES else None

@@ -23,19 +23,17 @@ def locked(file: Path, wait_s: float = math.inf) -> Iterator[bool]:
     except PermissionError:  # another user's; to lock it, it need only be read
         handle = os.open(file, os.O_RDONLY)
     try:
-        ends = time.monotonic() + wait_s
-        while not (is_held := _take(handle)) and time.monotonic() < ends:
-            time.sleep(POLL_S)
+        ends, is_held = time.monotonic() + wait_s, False
+        while not is_held:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+            except BlockingIOError:
+                if time.monotonic() >= ends:
+                    break
+                time.sleep(POLL_S)
         yield is_held
     finally:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a process forked meanwhile has the file open
         os.close(handle)
-
-
-def _take(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
