@@ -85,7 +85,9 @@ def _sampler(chosen: PreviewPolicy, place: Path) -> Iterator[Sampler]:
     )
     yield Sampler(
         World(),
-        SamplerSettings(engine=engine, tokenizer=directory, rollout=job.rollout, timeout_s=job.compute.timeout_s),
+        SamplerSettings(
+            engine=engine, tokenizer=directory, rollout=job.online_rollout, timeout_s=job.compute.timeout_s
+        ),
     )
 
 
