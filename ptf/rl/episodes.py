@@ -7,7 +7,7 @@ They are ptf's own (one response, a conversation with an environment), or a func
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,7 @@ class Episode:
     timeout_s: float | None = None
 
 
+@dataclass(eq=False)
 class LockstepBatches:
     """Holds the requests of `live` episodes until all of them wait, then submits them as one batch.
 
@@ -88,11 +89,12 @@ class LockstepBatches:
     the speed of their environments.
     """
 
-    def __init__(self, engine: GeneratingEngine, live: int) -> None:
-        self.engine, self.live = engine, live
-        self.waiting: list[tuple[int, asyncio.Future[None]]] = []  # the episode of each request, and its turn
-        self.running = 0  # requests of the batch that the engine answers
-        self.scheduled = False
+    engine: GeneratingEngine
+    live: int
+    # the episode of each request, and its turn
+    waiting: list[tuple[int, asyncio.Future[None]]] = field(default_factory=list)
+    running: int = 0  # requests of the batch that the engine answers
+    scheduled: bool = False
 
     async def generate(self, episode: int, request: Request) -> Generation:
         """Return the response to a request of an episode."""

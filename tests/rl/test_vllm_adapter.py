@@ -114,7 +114,7 @@ def sync(place: str) -> None:
     found = []
     for version in range(2):
         model, form = adapted(Path(place) / "m", version)
-        buckets = list(into_buckets(form.tensors()))
+        buckets = list(into_buckets(form.tensors(), {}))
         manifest = dataclasses.replace(manifest_of(buckets, version), adapter=form.config(f"{place}/m"))
         with contextlib.suppress(SyncError):
             engine.load_weights([buckets[0][1:]], manifest)

@@ -56,27 +56,24 @@ class BucketFiles(Sequence[Bucket]):
 def collect(tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[Buckets, Manifest]:
     """Copy tensors to host memory, and return the buckets with their manifest."""
     digests: dict[str, str] = {}
-    buckets = list(into_buckets(on_host(tensors, digests)))
+    buckets = list(into_buckets(tensors, digests))
     return buckets, Manifest(version, digests)
 
 
-def on_host(tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield copies of tensors in host memory. Their digests are added to `digests`, computed on their device, so that
-    the copy is verified too."""
-    for name, tensor in tensors:
-        digests[name] = digest(tensor)
-        yield name, tensor.to("cpu", copy=True)
+def into_buckets(
+    tensors: Iterable[tuple[str, Tensor]], digests: dict[str, str], limit: int = BUCKET_BYTES
+) -> Iterator[Bucket]:
+    """Yield copies of tensors in host memory, in lists of at most `limit` bytes; a larger tensor is a list of its own.
 
-
-def into_buckets(tensors: Iterable[tuple[str, Tensor]], limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Group tensors into lists of at most `limit` bytes; a larger tensor is a list of its own."""
-    bucket: Bucket = []
-    size = 0
+    Their digests are added to `digests`, computed on their device, so that the copy is verified too.
+    """
+    bucket, size = Bucket(), 0
     for name, tensor in tensors:
         if bucket and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
+        digests[name] = digest(tensor)
+        bucket.append((name, tensor.to("cpu", copy=True)))
         size += tensor.nbytes
     if bucket:
         yield bucket
@@ -95,7 +92,7 @@ def write_buckets(
     subdirectory = directory / str(version)
     subdirectory.mkdir(parents=True)
     files, digests = list[Path](), dict[str, str]()
-    for bucket in into_buckets(on_host(tensors, digests), limit):
+    for bucket in into_buckets(tensors, digests, limit):
         files.append(subdirectory / f"{len(files)}.safetensors")
         save_file({name: tensor.contiguous() for name, tensor in bucket}, files[-1])
         bucket.clear()  # before the next one fills

@@ -30,10 +30,12 @@ def tensors(count: int = 6, seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 @settings(max_examples=60, deadline=None)
 def test_what_was_sent_is_accepted_in_any_order_and_any_buckets(shapes, limit, random):
     sent = [(f"t{i}", (torch.randn(shape) * 100).to(dtype)) for i, (dtype, shape) in enumerate(shapes)]
-    buckets = list(into_buckets(sent, limit))
-    assert [pair for bucket in buckets for pair in bucket] == sent
+    digests: dict[str, str] = {}
+    buckets = list(into_buckets(sent, digests, limit))
+    assert [name for bucket in buckets for name, _ in bucket] == [name for name, _ in sent]
     assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= limit for bucket in buckets)
     manifest = manifest_of(buckets, 4)
+    assert digests == manifest.digests
     arrived = [(name, tensor.clone()) for name, tensor in sent]
     random.shuffle(arrived)
     receipt = check([arrived], manifest, current=3)
@@ -116,7 +118,7 @@ def recast(buckets: Buckets) -> None:
     ],
 )
 def test_a_fault_is_refused_by_name(fault: Callable[[Buckets], None], said: str):
-    buckets = list(into_buckets(tensors(), 100))
+    buckets = list(into_buckets(tensors(), {}, 100))
     manifest = manifest_of(buckets, 1)
     check(buckets, manifest, current=0)
     fault(buckets)
