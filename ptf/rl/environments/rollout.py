@@ -1,5 +1,6 @@
 """The rollout function of an environment: policy and environment take turns until one is done or no room is left."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,8 @@ def transcript(generations: Sequence[Generation], tokenizer: Tokenizer) -> str:
     If the template rewrites a response later, the rewritten form is included too.
     """
     ids = list[int]()
-    for generation, later in zip(generations, [*generations[1:], None], strict=True):
+    for generation, later in itertools.pairwise([*generations, None]):  # there may be none
+        assert generation is not None
         after = later.context if later else np.zeros(0, np.int32)
         here = np.concatenate([generation.context, generation.sampled_ids])[: len(after)]
         different = np.flatnonzero(here != after[: len(here)])
