@@ -231,7 +231,7 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
     The greedy responses are written to `run/responses/` and `run/responses/start/`.
     """
     rewards = evaluation_rewards(job)
-    if not job.evaluate.sources or not (rewards.by_source or (job.rollout and job.rollout.is_multi_turn)):
+    if not job.evaluate.sources or not (rewards or (job.rollout and job.rollout.is_multi_turn)):
         return {}
     starting = StartingModel.of_job(job, run)
     tokenizer_path, tokenizer = starting.tokenizer_path, starting.load_tokenizer()
