@@ -27,8 +27,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from ptf.model.attention import Flex  # noqa: E402
-from ptf.model.fused import Flash, Flash4, installed, varlen_of  # noqa: E402
+from ptf.model.kernels.attention import Flex  # noqa: E402
+from ptf.model.kernels.fused import Flash, Flash4, installed, varlen_of  # noqa: E402
 from ptf.varlen import Varlen  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -32,7 +32,7 @@ import numpy as np  # noqa: E402
 from benchmarks.published_shapes import SHAPES, write_config  # noqa: E402
 from ptf.compute.meter import known_gpu  # noqa: E402
 from ptf.data.character_tokenizer import character_tokenizer  # noqa: E402
-from ptf.model.fused import Package  # noqa: E402
+from ptf.model.kernels.fused import Package  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 # shape → sequences a pass, and activation checkpointing: the setting with the highest bound that fits an H200

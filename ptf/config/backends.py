@@ -14,12 +14,13 @@ class BackendFacts:
 
     code: str  # the module that builds its models
     engine: str  # its native engine, as module:name
+    kernels: bool  # whether its models are built with the kernels of `train.compile` and `train.fused`
     planned: bool  # whether `ptf plan` counts its memory, its operations and its time
 
 
 BACKENDS = {
-    "ptf": BackendFacts("ptf.model.bridge", "ptf.rl.engines.native:NativeEngine", planned=True),
-    "hf": BackendFacts("ptf.model.hf_backend", "ptf.rl.engines.hf_native:HFNativeEngine", planned=False),
+    "ptf": BackendFacts("ptf.model.bridge", "ptf.rl.engines.native:NativeEngine", kernels=True, planned=True),
+    "hf": BackendFacts("ptf.model.hf_backend", "ptf.rl.engines.hf_native:HFNativeEngine", kernels=False, planned=False),
 }
 
 if TYPE_CHECKING:

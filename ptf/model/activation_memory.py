@@ -16,16 +16,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptf.model.attention import Attention, PackedDelta
+from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
 from ptf.model.gated_delta import GatedDeltaNet
+from ptf.model.kernels.attention import PackedDelta
+from ptf.model.kernels.choice import Kernels
+from ptf.model.kernels.elementwise import normalised
 from ptf.model.latent_attention import LatentAttention
-from ptf.model.layers import LayerFactory, normalised
+from ptf.model.layers import LayerFactory
 from ptf.model.moe import Experts, MixtureOfExperts
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary, rotate
-from ptf.model.sharding import compile_parts
 
 TOKENS = 256
 
@@ -68,7 +70,7 @@ class _Compiled(Function):
 
 
 def as_compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return, for a function of `compile_parts`, one that saves what Inductor's min-cut partitioner saves of it.
+    """Return, for a function of `Kernels.compile`, one that saves what Inductor's min-cut partitioner saves of it.
 
     A gate keeps its inputs; a norm, too, with the reciprocal root mean square of each row in fp32; a rotation keeps its
     tables in the dtype of what it rotates. tests/model/test_activation_memory.py compares this with the partitioner.
@@ -140,6 +142,8 @@ def activation_bytes(
     local = replace(
         c, heads=c.heads // ranks, kv_heads=c.kv_heads // ranks, intermediate_size=c.intermediate_size // ranks, moe=moe
     )
+    if compiled:
+        factory = replace(factory, kernels=Kernels().compile(as_compiled))
     with torch.device("meta"):
         block = Block(local, layer, factory, f"layers.{layer}").to(dtype)
         x = torch.empty(1, TOKENS, c.dim, dtype=dtype, requires_grad=True)
@@ -147,8 +151,6 @@ def activation_bytes(
         trained = {name for name, p in like.named_parameters() if p.requires_grad}
         for name, p in block.named_parameters():
             p.requires_grad_(name in trained)
-        if compiled:
-            compile_parts(block, as_compiled)
         norms = [
             _run(m, lambda m=m: m(x.clone()))
             for m in (block.attn_norm, block.attn_post_norm, block.mlp_norm, block.mlp_post_norm)

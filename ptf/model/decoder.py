@@ -8,12 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ptf.model.attention import Attend, Attention, inside_documents
+from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
+from ptf.model.kernels.attention import Attend
 from ptf.model.latent_attention import LatentAttention
-from ptf.model.layers import MLP, LayerFactory, RMSNorm
+from ptf.model.layers import MLP, LayerFactory
 from ptf.model.mapped_model import MappedModel
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
@@ -30,7 +31,7 @@ class Block(nn.Module):
 
     def __init__(self, c: DecoderConfig, layer: int, factory: LayerFactory, path: str) -> None:
         super().__init__()
-        norm = partial(RMSNorm, c.dim, c.norm_eps, c.norm_offset)
+        norm = partial(factory.norm, c.dim, c.norm_eps, c.norm_offset)
         self.residual_scale = c.residual_scale
         self.attn_norm = norm() if c.pre_norm else nn.Identity()
         kind = GatedDeltaNet if c.layers[layer].delta else LatentAttention if c.latent else Attention
@@ -70,17 +71,18 @@ class Decoder(MappedModel):
     def __init__(self, config: DecoderConfig, factory: LayerFactory | None = None) -> None:
         super().__init__()
         self.factory = factory = factory or LayerFactory()
+        self.kernels = factory.kernels
         if factory.pattern("head"):
             config = replace(config, head="custom")
         self.config = c = replace(config, tied=config.tied and config.head == "lm")
         # `nn.Embedding` would draw its weights, for which torch imports its compiler on the meta device
         self.embed = nn.Embedding.from_pretrained(torch.empty(c.padded, c.dim), freeze=False)
         self.layers = nn.ModuleList(Block(c, i, factory, f"layers.{i}") for i in range(len(c.layers)))
-        self.norm = RMSNorm(c.dim, c.norm_eps, c.norm_offset)
+        self.norm = factory.norm(c.dim, c.norm_eps, c.norm_offset)
         self.head = factory.component("head", projection, c, factory, "head")
         if c.tied:
             self.head.weight = self.embed.weight
-        self.first, self.group, self.kernels = 0, None, {}
+        self.first, self.group = 0, None
 
     def forward(
         self,
@@ -94,7 +96,7 @@ class Decoder(MappedModel):
         """Run the model and return `head_fn(hidden states [B, T, D], head)`; all tensors are [B, T].
 
         `attend` defaults to causal attention inside each document of `segments`. `varlen` is the batch's; a fused
-        attention (fused.py) that is not given it waits for the device.
+        attention (kernels/fused.py) that is not given it waits for the device.
         """
         c = self.config
         attend = attend or self.attention(segments, positions, varlen)
@@ -112,7 +114,13 @@ class Decoder(MappedModel):
             x = x * c.logit_scale
         return head_fn(x, self.output())
 
-    attention = staticmethod(inside_documents)  # fused.py may set another
+    def attention(self, segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> Attend:
+        """Return the attention of a batch, inside its documents."""
+        return self.kernels.attention(self.config, segments, positions, varlen)
+
+    def attention_name(self, device: torch.device) -> str:
+        """See Model."""
+        return self.kernels.attention_name(self.config, device)
 
     @property
     def supports_shared_prefixes(self) -> bool:  # type: ignore[override]
@@ -138,7 +146,7 @@ class Decoder(MappedModel):
         return (
             Scalar(weight)
             if c.head == "scalar"
-            else Head(weight, c.vocab, c.softcap, first=self.first, group=self.group)
+            else Head(weight, c.vocab, c.softcap, first=self.first, group=self.group, kernels=self.kernels)
         )
 
     def load_balancing_loss(self) -> Tensor | None:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ptf.model.attention import Attend
 from ptf.model.config import DecoderConfig
-from ptf.model.delta_rule import chunked
-from ptf.model.layers import LayerFactory, normalised
+from ptf.model.kernels.attention import Attend
+from ptf.model.kernels.elementwise import normalised
+from ptf.model.layers import LayerFactory
 from ptf.model.rope import Table
 
 NORM_EPS = 1e-6  # under the root of the length by which queries and keys are divided
@@ -29,7 +29,7 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, c: DecoderConfig, layer: int, factory: LayerFactory, path: str) -> None:
         super().__init__()
         assert c.delta is not None
-        self.layer, self.config = layer, c.delta
+        self.layer, self.config, self.kernels = layer, c.delta, factory.kernels
         keys, values = c.delta.key_heads * c.delta.key_dim, c.delta.value_heads * c.delta.value_dim
         widths = (
             {"qkvz": 2 * keys + 2 * values, "ba": 2 * c.delta.value_heads}
@@ -43,8 +43,6 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = Parameter(torch.ones(c.delta.value_heads))
         self.norm = GatedNorm(c.delta.value_dim, c.norm_eps)
         self.out_proj = factory.linear(f"{path}.out_proj", values, c.dim)
-
-    rule = staticmethod(chunked)  # fused.py may set the function of another package instead
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the output [B, T, D] for x [B, T, D]; positions are not rotated."""

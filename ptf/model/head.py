@@ -2,7 +2,7 @@
 computed from them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from ptf.model.matrix_product import linear
+from ptf.model.kernels.choice import PLAIN, Kernels
 
 
 def sums_in_fp32(x: Tensor) -> bool:
@@ -36,14 +36,6 @@ class _WideProduct(Function):
         return grad @ weight, grad.t() @ x
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x [..., D] · weight [V, D]ᵀ in fp32."""
-    if not sums_in_fp32(x):
-        return linear(x, weight).float()
-    wide: Any = _WideProduct.apply(x.flatten(0, -2), weight)
-    return wide.unflatten(0, x.shape[:-1])
-
-
 @dataclass(frozen=True, slots=True)
 class Head:
     """The output projection. With a `group` (vocabulary-parallel), all ranks have the same hidden states, and each has
@@ -55,6 +47,7 @@ class Head:
     bias: Tensor | None = None  # [V], for the rows of `weight`
     first: int = 0  # which row of the whole vocabulary `weight` begins with
     group: ProcessGroup | None = None  # the ranks that hold the other rows
+    kernels: Kernels = PLAIN
 
     @property
     def real(self) -> int:
@@ -66,7 +59,11 @@ class Head:
 
         Without a group they are differentiable. With one they are gathered without gradient, for sampling only.
         """
-        y = product(x, self.weight[: self.real])
+        weight = self.weight[: self.real]
+        if sums_in_fp32(x):
+            y = cast("Tensor", _WideProduct.apply(x.flatten(0, -2), weight)).unflatten(0, x.shape[:-1])
+        else:
+            y = self.kernels.linear(x, weight).float()
         if self.bias is not None:
             y = y + self.bias[: self.real]
         if self.softcap is not None:

@@ -34,12 +34,12 @@ from torch.distributed.fsdp import FSDPModule
 from ptf.errors import UserError, first_line, raise_if_custom_code
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
-from ptf.model.delta_rule import Documents
 from ptf.model.head import Head
 from ptf.model.hf_adapters import PREFIX, HFPeftFormat, adapt, described, with_adapter
 from ptf.model.hf_checks import check
 from ptf.model.hf_language_model import Outside, is_multimodal, language_model, multimodal_class, text_config, tied
 from ptf.model.hf_weights import InMemory, fill_from, in_stored_form, parameters_on_meta, renamings, stored_names
+from ptf.model.kernels.delta_rule import Spans
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import adapter_names, adapters, init_adapters, keyed
 from ptf.model.model import Carried, Model
@@ -64,17 +64,12 @@ class HFDecoder(Model):
 
     def __init__(self, hf: Any, head: Literal["lm", "scalar"], factory: LayerFactory) -> None:
         super().__init__()
-        self.hf = hf
+        self.hf, self.kernels = hf, factory.kernels
         self.text_config = text_config(hf.config)
         self.config = replace(sizes(hf.config), head=head)
         self.outside = Outside(hf) if is_multimodal(hf.config) else None
         self.factory = factory
-        self.aliases, self.first, self.group, self.kernels = (
-            {},
-            0,
-            None,
-            {},
-        )  # the head is never sharded over the vocabulary
+        self.aliases, self.first, self.group = {}, 0, None  # the head is never sharded over the vocabulary
         self.scale = 1.0  # factor of the logits
         for key, power in SCALES.items():
             if head == "lm" and (factor := getattr(self.text_config, key, None)):
@@ -124,6 +119,10 @@ class HFDecoder(Model):
         ids = [settings[key] for key in settings if key.endswith(PLACEHOLDERS) and not key.startswith(TEXTUAL)]
         others = {token for value in ids for token in (value if isinstance(value, list) else [value])}
         return torch.tensor([token for token in range(self.table_rows) if token not in others])
+
+    def attention_name(self, device: torch.device) -> str:
+        """See Model."""
+        return "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
 
     def forward(
         self,
@@ -332,7 +331,7 @@ def document_places(segments: Tensor) -> tuple[Tensor, Tensor]:
     index, the place of its token. Filling repeats a document's last token; padding of the batch maps to an arbitrary
     place. Without a document the first token stands for one.
     """
-    starts, lengths, *_ = Documents.of(segments)
+    starts, lengths, *_ = Spans.of(segments)
     if not len(starts):
         starts, lengths = np.zeros(1, np.int64), np.ones(1, np.int64)
     step = np.arange(lengths.max())

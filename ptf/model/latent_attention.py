@@ -9,10 +9,10 @@ holds keys and values as they are, and not the narrow projection that they are m
 import torch
 from torch import Tensor, nn
 
-from ptf.model.attention import Attend
 from ptf.model.config import DecoderConfig
-from ptf.model.layers import LayerFactory, RMSNorm
-from ptf.model.rope import Table, rotate
+from ptf.model.kernels.attention import Attend
+from ptf.model.layers import LayerFactory
+from ptf.model.rope import Table
 
 
 class LatentAttention(nn.Module):
@@ -25,23 +25,21 @@ class LatentAttention(nn.Module):
         assert c.latent is not None
         self.layer, self.head_dim, self.value_dim = layer, c.head_dim, c.value_dim
         self.rotated, self.interleaved = c.latent.rotated, c.latent.interleaved
-        self.window = c.layers[layer].window
+        self.window, self.kernels = c.layers[layer].window, factory.kernels
         self.scale = c.head_dim**-0.5 if c.attention_scale is None else c.attention_scale
         rank, width = c.latent.query_rank, c.latent.key_rank
         if rank is None:
             self.q_proj = factory.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim)
         else:
             self.q_a_proj = factory.linear(f"{path}.q_a_proj", c.dim, rank, c.qkv_bias)
-            self.q_a_norm = RMSNorm(rank, c.latent.norm_eps, c.norm_offset)
+            self.q_a_norm = factory.norm(rank, c.latent.norm_eps, c.norm_offset)
             self.q_b_proj = factory.linear(f"{path}.q_b_proj", rank, c.heads * c.head_dim)
         self.to_queries = ("q_proj",) if rank is None else ("q_a_proj", "q_a_norm", "q_b_proj")  # one after the other
         self.kv_a_proj = factory.linear(f"{path}.kv_a_proj", c.dim, width + c.latent.rotated, c.qkv_bias)
-        self.kv_a_norm = RMSNorm(width, c.latent.norm_eps, c.norm_offset)
+        self.kv_a_norm = factory.norm(width, c.latent.norm_eps, c.norm_offset)
         each = c.head_dim - c.latent.rotated + c.value_dim
         self.kv_b_proj = factory.linear(f"{path}.kv_b_proj", width, c.heads * each)
         self.o_proj = factory.linear(f"{path}.o_proj", c.heads * c.value_dim, c.dim, c.out_bias)
-
-    rotate = staticmethod(rotate)  # sharding.py may set the compiled function instead
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:
         """Return the attention output [B, T, D] for x [B, T, D]."""
@@ -62,4 +60,4 @@ class LatentAttention(nn.Module):
         """Rotate x [B, T, heads, rotated]; dimensions that lie in pairs are laid out in halves."""
         if self.interleaved:
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return self.rotate(x, rope)
+        return self.kernels.rotate(x, rope)

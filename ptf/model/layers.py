@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ptf.model.config import Activation, DecoderConfig
+from ptf.model.config import DecoderConfig
+from ptf.model.kernels.choice import PLAIN, Kernels
+from ptf.model.kernels.elementwise import activation
 from ptf.model.lora import Linear, Lora
 from ptf.model.quantised_weights import quantise_weight
 
@@ -30,12 +31,18 @@ class LayerFactory:
     lora: Lora | None = None
     # the form of four bits in which a weight of this unified name is held (quantised_weights.py), if any
     quantised: Callable[[str], str | None] | None = None
+    kernels: Kernels = PLAIN  # what the parts compute with
 
     def linear(self, path: str, d_in: int, d_out: int, bias: bool = False) -> Linear:
         """Construct a projection, plain or with an adapter. Every projection of a decoder is made here."""
-        linear = Linear(d_in, d_out, bias, self.lora if self.lora and self.lora.adapts(path) else None)
+        lora = self.lora if self.lora and self.lora.adapts(path) else None
+        linear = Linear(d_in, d_out, bias, lora, self.kernels)
         self.quantise_weight(linear, "weight", f"{path}.weight")
         return linear
+
+    def norm(self, dim: int, eps: float, offset: bool = False) -> "RMSNorm":
+        """Construct a norm; see RMSNorm."""
+        return RMSNorm(dim, eps, offset, self.kernels)
 
     def quantise_weight(self, module: nn.Module, weight: str, name: str) -> None:
         """Hold a weight of a module in four bits, if the weight of this unified name is to be held so."""
@@ -55,30 +62,6 @@ class LayerFactory:
         return next((pattern for pattern in self.replace if fnmatchcase(path, pattern)), None)
 
 
-def activation(name: Activation) -> Callable[[Tensor], Tensor]:
-    """Return the activation function of this name."""
-    return F.silu if name == "silu" else gelu_tanh
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    """Compute GELU with the tanh approximation."""
-    return F.gelu(x, approximate="tanh")
-
-
-def normalised(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-    """Normalise in fp32 and scale by `weight`, in the dtype of x; with `offset`, scale by 1 + weight in fp32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    normal = F.rms_norm(x.to(wide), x.shape[-1:], eps=eps)
-    if offset:
-        return (normal * (1.0 + weight.to(wide))).to(x.dtype)
-    return weight * normal.to(x.dtype)
-
-
-def gated(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-    """Compute act(gate) · up."""
-    return activate(gate) * up
-
-
 class RMSNorm(nn.Module):
     """Root mean square norm (Zhang & Sennrich 2019).
 
@@ -86,16 +69,14 @@ class RMSNorm(nn.Module):
     scale is 1 + weight, in fp32.
     """
 
-    def __init__(self, dim: int, eps: float, offset: bool = False) -> None:
+    def __init__(self, dim: int, eps: float, offset: bool = False, kernels: Kernels = PLAIN) -> None:
         super().__init__()
         self.weight = Parameter(torch.zeros(dim) if offset else torch.ones(dim))
-        self.eps, self.offset = eps, offset
-
-    compute = staticmethod(normalised)  # sharding.py may set the compiled function instead
+        self.eps, self.offset, self.kernels = eps, offset, kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [.., dim], normalised and scaled."""
-        return self.compute(x, self.weight, self.eps, self.offset)
+        return self.kernels.normalise(x, self.weight, self.eps, self.offset)
 
 
 class MLP(nn.Module):
@@ -106,10 +87,8 @@ class MLP(nn.Module):
         self.gate_proj = factory.linear(f"{path}.gate_proj", c.dim, c.intermediate_size, c.mlp_bias)
         self.up_proj = factory.linear(f"{path}.up_proj", c.dim, c.intermediate_size, c.mlp_bias)
         self.down_proj = factory.linear(f"{path}.down_proj", c.intermediate_size, c.dim, c.mlp_bias)
-        self.activation = activation(c.activation)
-
-    compute = staticmethod(gated)  # sharding.py may set the compiled function instead
+        self.activation, self.kernels = activation(c.activation), factory.kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [.., dim] for x [.., dim]."""
-        return self.down_proj(self.compute(self.activation, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.kernels.gate(self.activation, self.gate_proj(x), self.up_proj(x)))

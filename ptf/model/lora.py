@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ptf.errors import UserError
-from ptf.model import matrix_product
+from ptf.model.kernels.choice import PLAIN, Kernels
 from ptf.model.quantised_weights import FORMS, QuantisedWeight, quantised_linear, quantised_weights
 from ptf.model.sharded_tensor import fill, whole
 
@@ -71,8 +71,11 @@ class Linear(nn.Linear):
     lora_a: Parameter
     lora_b: Parameter
 
-    def __init__(self, d_in: int, d_out: int, bias: bool = False, lora: Lora | None = None) -> None:
+    def __init__(
+        self, d_in: int, d_out: int, bias: bool = False, lora: Lora | None = None, kernels: Kernels = PLAIN
+    ) -> None:
         super().__init__(d_in, d_out, bias=bias)
+        self.kernels = kernels
         self.quantised: dict[str, QuantisedWeight] = {}
         self.adapters = {} if lora is None else {"weight": attach(self, "weight", self.weight.shape, lora)}
         self.adapted = True  # False inside `adapters_off`
@@ -82,7 +85,7 @@ class Linear(nn.Linear):
         if self.quantised:
             y = quantised_linear(self, input)
         else:
-            y = matrix_product.linear(input, self.weight, self.bias)
+            y = self.kernels.linear(input, self.weight, self.bias)
         if not self.adapters or not self.adapted:
             return y
         return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ptf.model.config import DecoderConfig
+from ptf.model.kernels.choice import Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.tensor_files import TensorFiles, has_weights
 
@@ -32,7 +33,7 @@ class Model(nn.Module, ABC):
     aliases: Mapping[str, str]  # prefixes of names that checkpoints use → the one that ptf writes
     layers: nn.ModuleList
     head: nn.Module
-    kernels: Mapping[str, str]  # packages that it computes with (fused.py), and their versions
+    kernels: Kernels  # what it computes with
     # under tensor parallelism: this rank's first row of the vocabulary, and the ranks that hold the rest
     first: int
     group: ProcessGroup | None
@@ -44,6 +45,10 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def text_tokens(self) -> Tensor:
         """The tokens that stand for text, [n]."""
+
+    @abstractmethod
+    def attention_name(self, device: torch.device) -> str:
+        """Return which attention the model uses on a device, for a run's first lines."""
 
     @abstractmethod
     def load_balancing_loss(self) -> Tensor | None:

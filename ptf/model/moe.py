@@ -23,13 +23,12 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig, MoE
-from ptf.model.layers import MLP, LayerFactory, gated
+from ptf.model.layers import MLP, LayerFactory
 from ptf.model.lora import Linear, attach, grouped
 from ptf.model.quantised_weights import QuantisedWeight, grouped_linear
 
 # on a CPU, a matrix product rounds each row the same way for any number of rows that is a multiple of this
 ROW_MULTIPLE = 8
-SWISH = 1.702  # GPT-OSS: gate · sigmoid(1.702 gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +116,13 @@ def wide_projection(module: Linear, x: Tensor) -> Tensor:
     return y
 
 
-def clamped(clamp: float, gate: Tensor, up: Tensor) -> Tensor:
-    """Compute the gate of GPT-OSS: (up + 1) · gate · sigmoid(1.702 gate), of values that are clamped first."""
-    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return (up + 1) * (gate * torch.sigmoid(SWISH * gate))
-
-
 class Experts(nn.Module):
     """The projections of all experts, stacked: [experts, out, in]."""
 
     def __init__(self, dim: int, c: MoE, factory: LayerFactory, path: str) -> None:
         super().__init__()
-        # sharding.py may set compiled functions instead
-        self.compute = partial(gated, F.silu) if c.clamp is None else partial(clamped, c.clamp)
+        kernels = factory.kernels
+        self.gate = partial(kernels.gate, F.silu) if c.clamp is None else partial(kernels.clamped_gate, c.clamp)
         shapes = {
             "gate": (c.intermediate_size, dim),
             "up": (c.intermediate_size, dim),
@@ -167,7 +160,7 @@ class Experts(nn.Module):
                 y = y + grouped(self, adapter, h, ends)
             return y if bias is None else y + _BiasOfRows.apply(bias, expert, ends)
 
-        y = project("down", self.compute(project("gate", x), project("up", x)))
+        y = project("down", self.gate(project("gate", x), project("up", x)))
         if place is None:
             return y
         y = y.index_select(0, place)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head, sums_in_fp32
-from ptf.model.matrix_product import multiply
+from ptf.model.kernels.matrix_product import multiply
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
 
 # logits of a thread that are a block on a CPU: its cache holds them. Probabilities that entropies are summed over at a

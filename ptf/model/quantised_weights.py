@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.nn import Parameter
 
 from ptf.errors import UserError
-from ptf.model import matrix_product, mxfp4, nf4
+from ptf.model import mxfp4, nf4
 from ptf.model.checkpoint_mapping import Slices
 from ptf.model.sharded_tensor import fill
 
@@ -91,12 +91,12 @@ def fill_quantised(weight: QuantisedWeight, codes: Tensor, scales: Tensor, read:
     fill(scales, functools.partial(part_of, 1))
 
 
-def quantised_linear(module: nn.Linear, x: Tensor) -> Tensor:
+def quantised_linear(module: Any, x: Tensor) -> Tensor:
     """Return the projection [.., out] of x [.., in] by a module's quantised weight, and its bias."""
-    bias = module.bias
+    bias, linear = module.bias, module.kernels.linear
     if bias is not None and bias.requires_grad:
-        return _Product.apply(x, *_parts(module, "weight"), matrix_product.linear, torch.matmul) + bias
-    product = functools.partial(matrix_product.linear, bias=bias)  # which rounds once, as without packing
+        return _Product.apply(x, *_parts(module, "weight"), linear, torch.matmul) + bias
+    product = functools.partial(linear, bias=bias)  # which rounds once, as without packing
     return _Product.apply(x, *_parts(module, "weight"), product, torch.matmul)
 
 

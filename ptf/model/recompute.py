@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ptf.model.attention import Attend
-from ptf.model.matrix_product import OPERATOR
+from ptf.model.kernels.attention import Attend
+from ptf.model.kernels.matrix_product import OPERATOR
 
 Recompute = Literal["none", "block", "offload", "selective"]
 aten = torch.ops.aten

@@ -4,27 +4,20 @@ How tensor parallelism shards each parameter is a table over unified names; data
 because it shards every parameter alike.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ptf.errors import UserError
-from ptf.model.attention import Attention
 from ptf.model.decoder import Decoder
-from ptf.model.fused import use
-from ptf.model.latent_attention import LatentAttention
-from ptf.model.layers import MLP, RMSNorm, gated, normalised
 from ptf.model.model import Model
-from ptf.model.moe import Experts, clamped
 from ptf.model.recompute import Recompute, recompute
-from ptf.model.rope import Table, rotate
 from ptf.model.tensor_parallel import (
     ParallelStyle,
     ParamSharding,
@@ -36,7 +29,6 @@ from ptf.model.tensor_parallel import (
     own_experts,
 )
 
-NO_KERNELS: Mapping[str, str] = MappingProxyType({})
 SHARD_DIM0, SHARD_DIM1, PARTIAL_GRADIENT = ParamSharding(0), ParamSharding(1), ParamSharding(partial=True)
 # the output is sharded: a matrix [out, in] is cut by rows
 COLWISE = ParallelStyle({"weight": SHARD_DIM0, "bias": SHARD_DIM0, "lora_a": PARTIAL_GRADIENT, "lora_b": SHARD_DIM0})
@@ -112,12 +104,9 @@ def parallelize(
     precision: str,
     *,
     recomputed: Recompute = "none",
-    compiled: bool = False,
-    kernels: Mapping[str, str] = NO_KERNELS,
     plan: Mapping[str, ParallelStyle] = PLAN,
 ) -> Model:
-    """Apply tensor parallelism, activation checkpointing, compilation, kernels of other packages and FSDP, in this
-    order.
+    """Apply tensor parallelism, activation checkpointing and FSDP, in this order.
 
     The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` is FSDP2 with parameters in bfloat16 and
     reductions in fp32; what trains keeps fp32 master weights. Gradients are summed over the ranks. One process in fp32
@@ -133,10 +122,6 @@ def parallelize(
         cut(model, mesh["tensor"], plan if model.config.head == "lm" else {**plan, **_whole_head(model)})
     for block in model.layers:
         recompute(block, recomputed)
-    if compiled:
-        compile_parts(model)
-    if kernels:
-        use(model, kernels)
     if mesh is None or (mesh.size() == 1 and precision == "fp32"):
         return model
     policy = (
@@ -168,67 +153,3 @@ def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
 def _whole_head(model: Decoder) -> dict[str, ParallelStyle]:
     """Return the plan of a scalar head or one of the user's own: it is not sharded."""
     return {name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}
-
-
-def compiles(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether `train.compile` compiles on this device."""
-    return device.type == "cuda" if setting == "auto" else setting
-
-
-def compilation(setting: bool | Literal["auto"], device: torch.device, kernels: Mapping[str, str] = NO_KERNELS) -> str:
-    """Return what `train.compile` does on this device, and `train.fused` with it, for a run's first lines."""
-    compiled = "compiled" if compiles(setting, device) else "not compiled"
-    liger = kernels.get("liger_kernel")
-    return (
-        f"norms and rotary {compiled}, gates by liger_kernel {liger}"
-        if liger
-        else f"norms, gates and rotary {compiled}"
-    )
-
-
-ROTATIONS = 64  # compiled at most: for each number of heads, width and dtype, and with and without gradients
-
-
-def _compiled(function: Callable[..., Tensor]) -> Any:
-    """Compile a function for any shape; rotations for any number of rows, because compiled for any shape they
-    took almost five times what their bytes need (docs/gpu_status.md)."""
-    if function is not rotate:
-        return torch.compile(function, dynamic=True)
-    compiler: Any = torch.compile  # whose type knows no recompile_limit yet
-    return compiler(function, dynamic=False, recompile_limit=ROTATIONS)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return [B, T, ..] as [B·T, ..], whose number of rows a compiled function takes as it is."""
-    rows = x.flatten(0, 1)
-    torch._dynamo.maybe_mark_dynamic(rows, 0)
-    return rows
-
-
-def compile_parts(model: nn.Module, compiler: Callable[[Any], Any] = _compiled) -> None:
-    """Compile what lies between the matrix products (norms, gates, rotary embeddings), for any shape.
-
-    Attention is compiled where that is faster (attention.py), and the whole model never, because the number of
-    documents differs from step to step. One function serves all layers: torch compiles at most 8 variants of a
-    function, and would run the other layers uncompiled. So tensors are given as rows, [B·T, ..]: a batch of one
-    sequence, and the norms of heads and of layers, are no variants of their own. `compiler` is given each function.
-    """
-    functions: tuple[Any, ...] = (normalised, gated, clamped, rotate)
-    compiled = {function: compiler(function) for function in functions}
-
-    def norm(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
-        return compiled[normalised](x.flatten(0, -2), weight, eps, offset).view(x.shape)
-
-    def gate(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-        return compiled[gated](activate, gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
-
-    def turn(x: Tensor, table: Table) -> Tensor:
-        return compiled[rotate](_rows(x), tuple(map(_rows, table[:2]))).view(x.shape)
-
-    for module in model.modules():
-        if isinstance(module, RMSNorm | MLP):
-            module.compute = norm if isinstance(module, RMSNorm) else gate  # type: ignore[assignment]
-        elif isinstance(module, Attention | LatentAttention):
-            module.rotate = turn  # type: ignore[assignment]
-        elif isinstance(module, Experts):
-            module.compute = partial(compiled[module.compute.func], *module.compute.args)

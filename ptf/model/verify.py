@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ptf.errors import UserError, first_line, raise_if_custom_code
-from ptf.model import bridge, matrix_product
+from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
+from ptf.model.kernels.choice import TORCH
+from ptf.model.layers import LayerFactory
 from ptf.model.model_files import read_config
 from ptf.model.model_writer import save_hf
 from ptf.model.reference import exact_reference, quiet, random_reference, reference
@@ -296,12 +298,11 @@ class Reference:
         name = max(wrong, key=wrong.__getitem__)
         return f"transformers' own error is {self.errors[name]:.2e}, above {self._bound(name):g} ({name})"
 
-    @matrix_product.left_to_torch()
     def compare(self, change: Callable[[Decoder], Any] | None = None) -> Case:
         """Compare our decoder, to which `change` is applied after loading (to test that a mistake is caught)."""
         found: list[Finding] = []
         try:
-            ours = bridge.load(self.directory)
+            ours = bridge.load(self.directory, factory=LayerFactory(kernels=TORCH))
             problems = self._coefficients(ours) + (round_trip(ours, self.directory) if change is None else [])
             if change is not None:
                 change(ours)

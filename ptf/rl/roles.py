@@ -25,10 +25,8 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.document import Document, PackUnit
 from ptf.errors import UserError
-from ptf.model.fused import attention_of
 from ptf.model.lora import adapters_off
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
-from ptf.model.sharding import compilation
 from ptf.recipes.documents import last_values
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import broadcast, largest_broadcast, split_over_workers
@@ -166,8 +164,8 @@ class Learner(ModelRole):
         super().__init__(world, settings)
         if world.leads:
             print(
-                f"{self.head} head, {train.precision}: attention={attention_of(self.model, world.device)}, "
-                f"{compilation(train.compile, world.device, self.model.kernels)}",
+                f"{self.head} head, {train.precision}: attention={self.model.attention_name(world.device)}, "
+                f"{self.model.kernels.compilation}",
                 flush=True,
             )
         self.trainer = trainer_of(train, self.model, world)
@@ -177,7 +175,7 @@ class Learner(ModelRole):
     @broadcast
     def kernels(self) -> dict[str, str]:
         """Return the packages whose kernels the model uses (`train.fused`), and their versions."""
-        return dict(self.model.kernels)
+        return dict(self.model.kernels.packages)
 
     @broadcast
     def update(

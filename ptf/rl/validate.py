@@ -13,7 +13,8 @@ from ptf.config import Job
 from ptf.data.response_record import response_record
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.errors import UserError
-from ptf.model import matrix_product, model_files
+from ptf.model import model_files
+from ptf.model.kernels import matrix_product
 from ptf.rl.cluster import RoleGroup
 from ptf.rl.rewards.scoring import Rewards, score_groups
 from ptf.workspace import progress

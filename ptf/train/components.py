@@ -7,12 +7,13 @@ from pathlib import Path
 from ptf.config import plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
+from ptf.model.kernels.choice import PLAIN, Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.train.trainable import matches
 
 
-def layer_factory_of(spec: ModelConfig, *, adapted: bool = False) -> LayerFactory:
+def layer_factory_of(spec: ModelConfig, *, adapted: bool = False, kernels: Kernels = PLAIN) -> LayerFactory:
     """Return the model's replaced parts and, if `adapted`, its adapters and the weights that are held in four bits.
 
     Raises ConfigError if a plugin cannot be imported, UserError if two output heads are declared.
@@ -23,9 +24,9 @@ def layer_factory_of(spec: ModelConfig, *, adapted: bool = False) -> LayerFactor
             raise UserError("model.head and model.replace.head both declare the output head; give one")
         replace = {"head": plugin.bind(spec.head), **replace}
     if not adapted:
-        return LayerFactory(replace)
+        return LayerFactory(replace, kernels=kernels)
     form = spec.quantization and partial(_form, spec.quantization, tuple(spec.trainable or ()))
-    return LayerFactory(replace, lora=lora_of(spec), quantised=form)
+    return LayerFactory(replace, lora=lora_of(spec), quantised=form, kernels=kernels)
 
 
 def _form(quantization: str, trained: Sequence[str], name: str) -> str | None:

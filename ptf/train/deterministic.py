@@ -19,7 +19,7 @@ from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.model import Model
 from ptf.recipes.protocol import Recipe
-from ptf.train.trainer import Means, Trainer, add_metrics, is_largest, same_kernels
+from ptf.train.trainer import Means, Trainer, add_metrics, is_largest, raise_if_other_packages
 
 MAX_GRADIENT_BYTES = 4 << 30  # of all sequences of a rank
 
@@ -30,7 +30,7 @@ class DeterministicTrainer(Trainer):
 
     def __init__(self, model: Model, world: World, *args: Any) -> None:
         super().__init__(model, world, *args)
-        same_kernels(model.kernels, world)  # each rank loaded a model of its own
+        raise_if_other_packages(model.kernels, world)  # each rank loaded a model of its own
         torch.set_num_threads(1)  # the order of additions depends on the number of threads
 
     def raise_if_large(self, sequences: int) -> None:

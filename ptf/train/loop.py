@@ -20,9 +20,7 @@ from ptf.data.batch import Batch
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
-from ptf.model.fused import attention_of
 from ptf.model.model import Model
-from ptf.model.sharding import compilation
 from ptf.train.adapter import export_adapter
 from ptf.train.dataloading import planned_steps
 from ptf.train.export import MODEL, export
@@ -317,12 +315,11 @@ def announce(job: Job, world: World, model: Model, steps: int, plan: DataPlan | 
     """Print the run's first lines: the steps, workers, device, attention and sizes, and with `plan` the passes."""
     if world.leads:
         config = model.config
-        attention = attention_of(model, world.device)
         print(
             f"train: {steps} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} tokens, "
             f"workers={world.size}, device={world.device}, "
-            f"{job.train.precision}, attention={attention}, "
-            f"{compilation(model.supports_compilation and job.train.compile, world.device, model.kernels)}, "
+            f"{job.train.precision}, attention={model.attention_name(world.device)}, "
+            f"{model.kernels.compilation}, "
             f"{len(config.layers)} layers × {config.dim}",
             flush=True,
         )

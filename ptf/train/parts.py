@@ -80,7 +80,8 @@ def build(job: Job, world: World, run: Path, lease: Lease) -> Parts:
     if world.leads:
         print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
     data = fingerprints(specs(job.data.sources)) if world.leads else {}
-    made_with = world.together(lambda: provenance.made_with(world.device, data, tokenizer.fingerprint(), model.kernels))
+    packages = model.kernels.packages
+    made_with = world.together(lambda: provenance.made_with(world.device, data, tokenizer.fingerprint(), packages))
     return Parts(
         job,
         world,

@@ -108,7 +108,7 @@ def _named(job: Job, recipe: Recipe, tokenizer: Tokenizer, model: Model, directo
         job.train.precision,
         tokenizer.fingerprint(),
         code(),
-        *model.kernels.items(),
+        *model.kernels.packages.items(),
         *plugins.digests.items(),
     )
     sources = {**job.data.sources, **job.data.validation}.items()

@@ -11,7 +11,7 @@ Nothing else is counted: no gaps between kernels, no slow sorts, no waiting for 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -33,10 +33,10 @@ from ptf.model.chunked import chunk_bytes
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
 from ptf.model.flops import Flops, pairs
+from ptf.model.kernels.choice import Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary
-from ptf.model.sharding import compile_parts
 from ptf.train.trainer import built
 
 MATRIX, MEMORY = 0.72, 0.85  # shares of the peak FLOP/s and of the bandwidth that are reached
@@ -214,6 +214,9 @@ def layer_costs(
     costs = Costs(gpu)
     timeline = Timeline(costs)
     seq_len = sum(lengths) // sequences
+    if compiled:
+        kernels = Kernels().compile(lambda function: partial(_Kernel.apply, function, timeline))
+        factory = replace(factory, kernels=kernels)
     with torch.device("meta"):
         block = Block(c, layer, factory, f"layers.{layer}").to(torch.bfloat16)
         x = torch.empty(sequences, seq_len, c.dim, dtype=torch.bfloat16, requires_grad=True)
@@ -221,8 +224,6 @@ def layer_costs(
         table = rotary(torch.arange(seq_len)[None].expand(sequences, seq_len), c.rotary_dim, c.layers[layer].rope)
         for name, parameter in block.named_parameters():
             parameter.requires_grad_(not frozen(f"layers.{layer}.{name}"))
-    if compiled:
-        compile_parts(block, lambda function: partial(_Kernel.apply, function, timeline))
 
     def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kept = float(sum(pairs(n, layer.window) for n in lengths))

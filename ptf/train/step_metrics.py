@@ -8,8 +8,8 @@ from ptf.compute.world import World
 from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.loader import Loader
-from ptf.model import matrix_product
 from ptf.model.flops import Flops
+from ptf.model.kernels import matrix_product
 from ptf.model.model import Model
 
 

@@ -12,16 +12,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ptf.compute.world import World
+from ptf.config.backends import BACKENDS
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.backends import backend_of
-from ptf.model.fused import Setting, kernels
-from ptf.model.matrix_product import record
+from ptf.model.kernels.choice import PLAIN, Kernels
+from ptf.model.kernels.fused import Setting
 from ptf.model.model import Model
 from ptf.model.recompute import Recompute
-from ptf.model.sharding import compiles, parallelize
+from ptf.model.sharding import parallelize
 from ptf.recipes.protocol import Recipe
 from ptf.train.components import layer_factory_of, report
 from ptf.train.optim import Schedule, adamw, groups
@@ -31,9 +32,10 @@ from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
 from ptf.workspace import progress
 
 
-def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Model:
+def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"], kernels: Kernels = PLAIN) -> Model:
     """Build a model without memory, with what trains in it. Raise UserError for one that cannot be trained."""
-    model = backend_of(spec.backend).build(directory, head=head, factory=layer_factory_of(spec, adapted=True))
+    factory = layer_factory_of(spec, adapted=True, kernels=kernels)
+    model = backend_of(spec.backend).build(directory, head=head, factory=factory)
     freeze(model, spec.trainable)
     return model
 
@@ -66,39 +68,31 @@ def load_model(
     seed and reported. A `frozen` model has no trained parameter, and its weights are held in the dtype of the
     computation. `compiled` and `fused` are `train.compile` and `train.fused`.
     """
-    model = built(directory, spec, head)
+    takes = BACKENDS[spec.backend].kernels
+    kernels = Kernels.of(world.device, precision, compiled=takes and compiled, fused=fused if takes else ())
+    raise_if_other_packages(kernels, world)
+    model = built(directory, spec, head, kernels)
     if frozen:
         model.requires_grad_(False)
     # fp32 for weights that are trained or that an export must give back in fp32
     dtype = frozen_dtype(directory, precision, exported=not frozen)
     rounds = dtype != torch.float32 and not frozen
     hold_frozen(model, dtype, model.stored_in_fp32(directory) if rounds else ())
-    parallelize(
-        model,
-        world.meshes.dense,
-        precision,
-        recomputed=recomputed,
-        compiled=model.supports_compilation and compiles(compiled, world.device),
-        kernels=same_kernels(
-            kernels(fused if model.supports_compilation else (), world.device, precision)
-            | record(world.device, precision),
-            world,
-        ),
-    )
+    parallelize(model, world.meshes.dense, precision, recomputed=recomputed)
     new = model.give_weights(directory, world.device, random=spec.init == "random", seed=seed)
     if world.leads:
         report(directory, new, () if frozen else model.notes())
     return model
 
 
-def same_kernels(found: Mapping[str, str], world: World) -> Mapping[str, str]:
-    """Return the packages that this rank computes with. Raises UserError if another machine has other ones."""
+def raise_if_other_packages(kernels: Kernels, world: World) -> None:
+    """Raise UserError if another machine computes with other packages than this rank."""
+    found = kernels.packages
     if others := [each for each in world.all_gather_object(found) if each != found]:
         raise UserError(
             f"train.fused: this machine has {found or 'none'}, another one {others[0] or 'none'}; install the same on "
             "all, and use CPUs of one kind (oneDNN is for those of AMD with AVX-512)"
         )
-    return found
 
 
 def forget_forwards(frozen: nn.Module) -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ptf.compute.world import World
-from ptf.model.attention import Flex
-from ptf.model.fused import Flash
+from ptf.model.kernels.fused import varlen_of
 from ptf.model.model import Model
 from ptf.train.trainer import discard_gradients, forget_forwards
 
@@ -37,12 +36,12 @@ def warm_up(
 
     `trained` and `scored` are the numbers of sequences in a pass with gradients, and in a pass without. With
     `share_prefixes`, the attention of documents that share a prefix is compiled as well, where it is another one
-    (fused.py). Weights, buffers and gradients are as before.
+    (kernels/fused.py). Weights, buffers and gradients are as before.
     """
     if world.device.type == "cuda" and model.supports_compilation:
         began = time.perf_counter()
         held = [buffer.clone() for buffer in model.buffers()]
-        both = (False, True) if share_prefixes and model.attention is Flash else (False,)
+        both = (False, True) if share_prefixes and model.kernels.flash is not None else (False,)
         for sequences, shared in product(trained, both):
             result = _forward(model, world, sequences, seq_len, shared)
             if result.requires_grad:  # otherwise the head alone trains
@@ -64,5 +63,5 @@ def _forward(model: Model, world: World, sequences: int, seq_len: int, shared: b
     tokens = torch.zeros(sequences, seq_len, dtype=torch.int64, device=world.device)
     positions = torch.arange(seq_len, device=world.device).expand_as(tokens).contiguous()
     segments = torch.arange(sequences, device=world.device)[:, None].expand_as(tokens).contiguous()
-    attend = Flex(segments, positions) if shared else None
-    return model(tokens, positions, segments, lambda hidden, _: hidden.float().sum(), attend)
+    varlen = varlen_of(segments, positions)._replace(shares_prefix=True) if shared else None
+    return model(tokens, positions, segments, lambda hidden, _: hidden.float().sum(), varlen=varlen)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from ptf.model import bridge
-from ptf.model.attention import Attention, Flex, inside_documents
+from ptf.model.attention import Attention
 from ptf.model.chunked import cross_entropy, token_logprobs
 from ptf.model.config import DecoderConfig, Layer, Rope
+from ptf.model.kernels.attention import Flex, inside_documents
 from ptf.model.layers import LayerFactory
 from tests.tiny import checkpoint, packed
 

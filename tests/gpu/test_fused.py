@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ptf.compute.world import World, joined
 from ptf.config.sections.model import ModelConfig
-from ptf.model.attention import Flex, PerDocument
 from ptf.model.chunked import cross_entropy
-from ptf.model.delta_rule import Chunks, chunked
-from ptf.model.fused import (
+from ptf.model.kernels.attention import Flex, PerDocument
+from ptf.model.kernels.delta_rule import Chunks, chunked
+from ptf.model.kernels.elementwise import gated, gelu_tanh
+from ptf.model.kernels.fused import (
     AFTER_BLACKWELL,
     HOPPER,
     Flash,
@@ -25,10 +26,10 @@ from ptf.model.fused import (
     capability,
     fla_rule,
     installed,
-    kernels,
+    liger_gate,
+    packages_of,
     varlen_of,
 )
-from ptf.model.layers import gated, gelu_tanh
 from ptf.train.trainer import load_model
 from tests.gpu.test_attention import ROWS, attention
 from tests.model.parallel import checkpoint
@@ -86,10 +87,6 @@ def test_flash_attn_is_attention_per_document(package, kind, window, head_dim, k
 @pytest.mark.parametrize("activate", [F.silu, gelu_tanh])
 def test_ligers_gates_are_ours(activate):
     needs("liger_kernel")
-    from liger_kernel.ops.geglu import LigerGELUMulFunction
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-    function = LigerSiLUMulFunction if activate is F.silu else LigerGELUMulFunction
     g = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, 70, 3072, generator=g).bfloat16() for _ in range(3)]
 
@@ -101,7 +98,7 @@ def test_ligers_gates_are_ours(activate):
         return [out.detach(), *(t.grad for t in (a, b) if t.grad is not None)]
 
     expected = results(partial(gated, activate), "cpu", torch.float64)
-    assert worst(results(function.apply, "cuda", torch.bfloat16), expected) <= BOUND
+    assert worst(results(partial(liger_gate, activate), "cuda", torch.bfloat16), expected) <= BOUND
 
 
 @pytest.mark.parametrize("rows", [[[100, 28, 1, 127], [256]], [[17, 200], [3, 3, 250]]])
@@ -130,7 +127,7 @@ def test_flas_rule_is_ours(rows):
 @pytest.mark.parametrize("recomputed", ["none", "block", "selective"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma3_text", "qwen3_5_text"])
 def test_a_model_learns_the_same_with_what_is_installed(tmp_path: Path, family, recomputed):
-    if not kernels("auto", GPU, "bf16"):
+    if not packages_of("auto", GPU, "bf16"):
         pytest.skip("neither flash_attn nor liger_kernel is installed")
     directory = checkpoint(tmp_path / "m", family)
 

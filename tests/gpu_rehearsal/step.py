@@ -16,9 +16,10 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.model import attention, bridge, projection
+from ptf.model import bridge, projection
 from ptf.model.decoder import Decoder
-from ptf.model.document_mask import DocumentMasks
+from ptf.model.kernels import attention
+from ptf.model.kernels.document_mask import DocumentMasks
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.kd.config import TeacherConfig

@@ -1,6 +1,7 @@
 """What lies between the matrix products is compiled on a GPU: norms, gates and rotary embeddings of every family."""
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptf.model.decoder import Block
 from ptf.model.families import family_of
+from ptf.model.kernels.choice import Kernels, compiles
 from ptf.model.layers import LayerFactory
-from ptf.model.rope import rotary
-from ptf.model.sharding import compile_parts, compiles
+from ptf.model.rope import rotary, rotate
 
 SHARE = 0.25  # of the pointwise operations, at most, are left: residuals, routing
 
@@ -59,10 +60,10 @@ def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q.transpose(1, 2) @ (k.transpose(1, 2).mT @ v.transpose(1, 2))[:, :1]).transpose(1, 2)
 
 
-def counted(model_type: str, compiled: bool, without: str = "") -> tuple[int, int]:
+def counted(model_type: str, compiled: bool, rotates: bool = True) -> tuple[int, int]:
     """Pointwise operations outside compiled graphs, and the graphs that ran, of two layers forward and backward.
 
-    `without`: an attribute whose compiled function is removed again.
+    `rotates`: whether rotary embeddings are compiled, too.
     """
     torch._dynamo.reset()
     torch.set_default_dtype(torch.bfloat16)
@@ -70,14 +71,14 @@ def counted(model_type: str, compiled: bool, without: str = "") -> tuple[int, in
         family = family_of({"model_type": model_type})
         c = family.config(family.random_config(random.Random(3)))
         with FakeTensorMode(), Pointwise() as mode:
+            kernels = Kernels()
+            if compiled:
+                kernels = kernels.compile(partial(torch.compile, dynamic=True, backend=mode.backend()))
+            factory = LayerFactory(kernels=kernels if rotates else replace(kernels, rotate=rotate))
             with torch.device("cuda"):
-                blocks = torch.nn.ModuleList(Block(c, i, LayerFactory(), f"layers.{i}") for i in range(2))
+                blocks = torch.nn.ModuleList(Block(c, i, factory, f"layers.{i}") for i in range(2))
                 x = torch.randn(1, 64, c.dim, requires_grad=True)
                 positions, real = torch.arange(64)[None], torch.ones(1, 64, dtype=torch.bool)
-            if compiled:
-                compile_parts(blocks, partial(torch.compile, dynamic=True, backend=mode.backend()))
-            for module in blocks.modules():
-                module.__dict__.pop(without, None)
             table = rotary(positions, c.head_dim, c.layers[0].rope)
             mode.outside = 0
             y = x
@@ -106,7 +107,7 @@ def test_few_operations_are_left_between_the_products(pretend_cuda, model_type, 
 @pytest.mark.long
 def test_rotary_embeddings_that_are_not_compiled_are_found(pretend_cuda) -> None:
     all_compiled, _ = pretend_cuda(counted, "qwen3", True)
-    outside, graphs = pretend_cuda(counted, "qwen3", True, "rotate")
+    outside, graphs = pretend_cuda(counted, "qwen3", True, False)
     assert graphs == 2 * 2 * 5
     assert outside >= all_compiled + 2 * 2 * 3  # two layers, queries and keys: two products and their sum
 

@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ptf.model.attention import Flex, inside_documents
+from ptf.model.kernels.attention import Flex, inside_documents
 from tests.gpu_rehearsal.host_syncs import HostSyncs
 
 

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from ptf.data.batch import Batch
 from ptf.data.document import Document
-from ptf.model import attention, bridge, hf_backend
-from ptf.model.attention import Flex, PackedDelta, PerDocument
-from ptf.model.delta_rule import Chunks
+from ptf.model import bridge, hf_backend
 from ptf.model.families import family_of
+from ptf.model.kernels import attention
+from ptf.model.kernels.attention import Flex, PackedDelta, PerDocument
+from ptf.model.kernels.delta_rule import Chunks
 from ptf.model.reference import random_reference
 from ptf.model.rounding import Margins
 from ptf.model.verify import TIE

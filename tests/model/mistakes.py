@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ptf.model import attention, decoder, delta_rule, gated_delta, moe, rope
+from ptf.model import decoder, gated_delta, moe, rope
 from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family
+from ptf.model.kernels import attention, delta_rule, elementwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,12 @@ def _tiled(attention: nn.Module) -> None:
 
 def _norm_last(attention: nn.Module) -> None:
     """Normalise queries and keys after the rotation, instead of before."""
-    import ptf.model.attention as module
 
-    def forward(x: torch.Tensor, rope: Any, attend: Any) -> torch.Tensor:
+    def forward(x: torch.Tensor, table: Any, attend: Any) -> torch.Tensor:
         q, k, v = (
             p(x).unflatten(-1, (-1, attention.head_dim)) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        q, k = attention.q_norm(module.rotate(q, rope)), attention.k_norm(module.rotate(k, rope))
+        q, k = attention.q_norm(rope.rotate(q, table)), attention.k_norm(rope.rotate(k, table))
         return attention.o_proj(attend(attention, q, k, v).flatten(-2))
 
     attention.forward = forward
@@ -467,7 +467,7 @@ MISTAKES = (
     Mistake("windows in the wrong half of the layers", "gpt_oss", mapped(_windows_moved)),
     Mistake("gate and up not clamped", "gpt_oss", experts(clamp=1e9)),
     Mistake("clamped at 6", "gpt_oss", experts(clamp=6.0)),
-    Mistake("plain sigmoid in the gate", "gpt_oss", patch=(moe, "SWISH", 1.0)),
+    Mistake("plain sigmoid in the gate", "gpt_oss", patch=(elementwise, "SWISH", 1.0)),
     Mistake("gate and up as halves", "gpt_oss", patch=(Interleave, "read", _halves)),
     Mistake("router bias left out", "gpt_oss", model=each("moe.router", _zero("bias"))),
     Mistake("expert biases of the up projection left out", "gpt_oss", model=each("moe.experts", _zero("up_bias"))),

@@ -5,10 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ptf.model.attention import Attend, Attention
+from ptf.model.attention import Attention
 from ptf.model.chunked import cross_entropy
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
+from ptf.model.kernels.attention import Attend
 from ptf.model.layers import MLP, LayerFactory
 from ptf.model.moe import MixtureOfExperts
 from ptf.model.rope import Table

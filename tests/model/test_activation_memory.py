@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from ptf.model import moe
 from ptf.model.activation_memory import TOKENS, CountedAttend, activation_bytes, as_compiled
-from ptf.model.layers import gated, gelu_tanh, normalised
-from ptf.model.moe import clamped
+from ptf.model.kernels.choice import Kernels
+from ptf.model.kernels.elementwise import clamped, gated, gelu_tanh, normalised
 from ptf.model.rope import rotary, rotate
-from ptf.model.sharding import compile_parts
 from tests.train.live_bytes import inductor_backend
 from tests.train.test_budget import small_decoder
 
@@ -98,17 +97,17 @@ def test_a_compiled_layer_saves_as_much_less_as_is_planned(as_inductor, monkeypa
     monkeypatch.setattr(moe, "_filled_up", lambda x, ends, expert: (x, ends, expert, None))
     model = small_decoder(model_type, adapted)
     config, factory = model.config, model.factory
-    block = model.layers[0].to(torch.bfloat16)
     turns = rotary(torch.arange(TOKENS)[None], config.rotary_dim, config.layers[0].rope)
     x = torch.randn(1, TOKENS, config.dim, dtype=torch.bfloat16, requires_grad=True)
     inputs = x, turns, CountedAttend(TOKENS, "cpu"), torch.ones(1, TOKENS, dtype=torch.bool)
     planned, real = [], []
     for compiled in (False, True):
         if compiled:
-            compile_parts(block, as_inductor)
+            model = small_decoder(model_type, adapted, Kernels().compile(as_inductor))
+        block = model.layers[0].to(torch.bfloat16)
         found = activation_bytes(config, 0, factory, torch.bfloat16, 1, block, compiled=compiled)
         planned.append(found.everything)
-        real.append(saved_bytes(lambda: block(*inputs), list(block.parameters())) / TOKENS)
+        real.append(saved_bytes(partial(block, *inputs), list(block.parameters())) / TOKENS)
     assert planned[0] - planned[1] == pytest.approx(real[0] - real[1], rel=0.02)
     assert planned[0] > planned[1]
     assert planned[1] == pytest.approx(real[1], rel=0.1)  # of experts, the routing is estimated

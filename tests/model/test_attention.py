@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptf.model import attention, bridge
-from ptf.model.attention import Flex, PerDocument, band, bucket
+from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, family_of
+from ptf.model.kernels import attention
+from ptf.model.kernels.attention import Flex, PerDocument, band, bucket
+from ptf.model.kernels.choice import PLAIN, Kernels
+from ptf.model.layers import LayerFactory
 from ptf.model.reference import random_reference
 from tests.model import leakage
 from tests.model.leakage import MIXERS, WRAPPERS, Mixer, batch_of, lengths, look, moved, with_ties
@@ -28,14 +31,18 @@ WIDTH = 48
 
 @cache
 def model_of(model_type: str) -> Decoder:
-    return model_from(family_of({"model_type": model_type}).random_config(random.Random(f"attention/{model_type}")))
+    return model_from(config_of(model_type))
 
 
-def model_from(config: dict[str, Any]) -> Decoder:
+def config_of(model_type: str) -> dict[str, Any]:
+    return family_of({"model_type": model_type}).random_config(random.Random(f"attention/{model_type}"))
+
+
+def model_from(config: dict[str, Any], kernels: Kernels = PLAIN) -> Decoder:
     """A decoder with the random weights of a config.json."""
     with tempfile.TemporaryDirectory() as directory:
         random_reference(config, 0).save_pretrained(directory)
-        return bridge.load(Path(directory))
+        return bridge.load(Path(directory), factory=LayerFactory(kernels=kernels))
 
 
 def test_every_family_is_looked_at() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ptf.model.delta_rule import Chunks, chunked, convolve, step, windows
+from ptf.model.kernels.delta_rule import Chunks, chunked, convolve, step, windows
 
 HEADS, KEY, VALUE = 2, 5, 3
 DOCUMENTS = st.lists(st.integers(1, 40), min_size=1, max_size=6)

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptf.model.document_mask import BLOCK, DocumentMasks, MaskFunction
+from ptf.model.kernels.document_mask import BLOCK, DocumentMasks, MaskFunction
 
 TABLES = [
     f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")

@@ -13,13 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptf.data.batch import Batch
 from ptf.model import moe
-from ptf.model.attention import Attention, sdpa
+from ptf.model.attention import Attention
 from ptf.model.chunked import cross_entropy
 from ptf.model.decoder import Decoder
-from ptf.model.delta_rule import convolve
 from ptf.model.families import MODULES, family_of
 from ptf.model.flops import Flops, pairs
 from ptf.model.gated_delta import GatedDeltaNet
+from ptf.model.kernels.attention import sdpa
+from ptf.model.kernels.delta_rule import convolve
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names
 from tests.tiny import packed

@@ -1,9 +1,8 @@
 """Kernels of other packages: when they are chosen, and that ptf calls them rightly. The packages are stand-ins in plain
 PyTorch (stand_ins.py); tests/gpu/test_fused.py compares the real ones."""
 
-import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,19 +16,20 @@ from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.errors import UserError
-from ptf.model import attention, fused
-from ptf.model.attention import PerDocument
 from ptf.model.chunked import cross_entropy
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
-from ptf.model.delta_rule import Chunks, chunked
-from ptf.model.fused import Flash, Flash4, attention_of, kernels, obstacle, use, varlen_of
-from ptf.model.layers import gated, gelu_tanh
+from ptf.model.kernels import attention, fused
+from ptf.model.kernels.attention import PerDocument
+from ptf.model.kernels.choice import Kernels
+from ptf.model.kernels.delta_rule import Chunks, chunked
+from ptf.model.kernels.elementwise import clamped, gated, gelu_tanh
+from ptf.model.kernels.fused import Flash, Flash4, packages_of, varlen_of
 from ptf.model.recompute import Recompute
-from ptf.model.sharding import compilation, parallelize
+from ptf.model.sharding import parallelize
 from ptf.train import trainer
 from tests.model import stand_ins
-from tests.model.test_attention import model_of
+from tests.model.test_attention import config_of, model_from
 from tests.tiny import packed
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -164,6 +164,16 @@ def test_documents_that_share_a_prefix_keep_flex(monkeypatch: pytest.MonkeyPatch
     assert (mine - ours)[segments >= 0].abs().max() <= 1e-5
 
 
+def made_with(model_type: str, packages: Mapping[str, str]) -> Decoder:
+    return model_from(config_of(model_type), Kernels().using(packages))
+
+
+def attention_of(model: Decoder) -> type:
+    """What computes the model's attention of a batch."""
+    batch = packed(ROWS, WIDTH)
+    return type(model.attention(batch.segments, batch.positions, batch.varlen))
+
+
 def gradients(model: Decoder) -> tuple[float, dict[str, Tensor]]:
     batch = packed(ROWS, WIDTH)
     vocab = model.config.vocab
@@ -185,10 +195,9 @@ def far(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tens
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
 def test_a_model_learns_the_same_with_the_packages(model_type: str, recomputed: Recompute) -> None:
     """Windows, both gates, experts; Liger's gates overwrite what they were given."""
-    model, plain = (copy.deepcopy(model_of(model_type)) for _ in range(2))
-    expected = gradients(plain)
-    parallelize(model, None, "fp32", recomputed=recomputed, kernels=BOTH)
-    assert model.attention is Flash
+    expected = gradients(made_with(model_type, {}))
+    model = parallelize(made_with(model_type, BOTH), None, "fp32", recomputed=recomputed)
+    assert attention_of(model) is Flash
     found = gradients(model)
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     assert far(found, expected) <= 1e-5
@@ -205,12 +214,10 @@ def test_the_gates_of_liger_are_those_of_ptf(activate, function) -> None:
 
 
 def test_the_clamped_gate_of_gpt_oss_and_its_sinks_are_kept() -> None:
-    model = copy.deepcopy(model_of("gpt_oss"))
-    before = [layer.moe.experts.compute for layer in model.layers]
-    use(model, BOTH)
-    assert [layer.moe.experts.compute for layer in model.layers] == before
-    assert model.attention is not Flash
-    assert attention_of(model, CUDA) == "flex_attention (not flash_attn 2.8.4: it has no attention sinks)"
+    model = made_with("gpt_oss", BOTH)
+    assert {layer.moe.experts.gate.func for layer in model.layers} == {clamped}
+    assert attention_of(model) is PerDocument
+    assert model.attention_name(CUDA) == "flex_attention (not flash_attn 2.8.4: it has no attention sinks)"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +232,7 @@ def test_the_clamped_gate_of_gpt_oss_and_its_sinks_are_kept() -> None:
     ],
 )
 def test_what_is_chosen(setting, device, precision, found) -> None:
-    assert kernels(setting, device, precision) == found
+    assert packages_of(setting, device, precision) == found
 
 
 @pytest.mark.parametrize(
@@ -246,22 +253,21 @@ def test_the_version_of_flash_attn(setting, has, found, monkeypatch: pytest.Monk
     monkeypatch.setattr(fused, "capability", lambda device: has)
     if isinstance(found, str):
         with pytest.raises(UserError, match=found):
-            kernels(setting, CUDA, "bf16")
+            packages_of(setting, CUDA, "bf16")
         return
-    assert kernels(setting, CUDA, "bf16") == found
-    model = copy.deepcopy(model_of("llama"))
-    use(model, found)
-    assert (model.attention is Flash4) == ("flash_attn_4" in found)
-    assert (model.attention is Flash) == ("flash_attn" in found)
+    assert packages_of(setting, CUDA, "bf16") == found
+    model = made_with("llama", found)
+    assert (model.kernels.flash is Flash4) == ("flash_attn_4" in found)
+    assert (model.kernels.flash is Flash) == ("flash_attn" in found)
     said = f"flash_attn {next(iter(found.values()))} (" if found else "flex_attention"
-    assert attention_of(model, CUDA).startswith(said)
+    assert model.attention_name(CUDA).startswith(said)
 
 
 def test_what_is_not_installed_is_not_used_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "installed", {"liger_kernel": "0.8.2"}.get)
-    assert kernels("auto", CUDA, "bf16") == {"liger_kernel": "0.8.2"}
+    assert packages_of("auto", CUDA, "bf16") == {"liger_kernel": "0.8.2"}
     with pytest.raises(UserError, match=r"flash_attn cannot be used: it is not installed \(pip install flash-attn\)"):
-        kernels(["flash_attn"], CUDA, "bf16")
+        packages_of(["flash_attn"], CUDA, "bf16")
 
 
 @pytest.mark.parametrize(
@@ -274,21 +280,21 @@ def test_what_is_not_installed_is_not_used_and_refused_by_name(monkeypatch: pyte
 )
 def test_what_cannot_be_used_is_refused_if_it_is_asked_for(package, device, precision, said) -> None:
     with pytest.raises(UserError, match=said):
-        kernels([package], device, precision)
+        packages_of([package], device, precision)
 
 
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(UserError, match=r"flash_attn 2\.8\.4 is installed and cannot be imported"):
-        kernels("auto", CUDA, "bf16")
+        packages_of("auto", CUDA, "bf16")
 
 
 def test_machines_with_other_packages_do_not_train_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(device=CUDA)
-    assert trainer.same_kernels(BOTH, world) == BOTH
+    world, found = World(device=CUDA), Kernels().using(BOTH)
+    trainer.raise_if_other_packages(found, world)
     monkeypatch.setattr(World, "all_gather_object", lambda self, mine: [mine, {}])
     with pytest.raises(UserError, match="install the same on all"):
-        trainer.same_kernels(BOTH, world)
+        trainer.raise_if_other_packages(found, world)
 
 
 def config(**changes: Any) -> DecoderConfig:
@@ -298,24 +304,25 @@ def config(**changes: Any) -> DecoderConfig:
 
 
 def test_heads_that_are_too_large_keep_flex() -> None:
-    assert obstacle(config(head_dim=256)) is None
-    assert "256 dimensions at most" in str(obstacle(config(head_dim=288)))
-    assert obstacle(config(head_dim=192)) is None
-    assert "128 dimensions at most" in str(obstacle(config(head_dim=192), "flash_attn_4"))
-    assert obstacle(config(head_dim=256), "flash_attn_4") is None
+    assert Flash.obstacle(config(head_dim=256)) is None
+    for kind in (Flash, Flash4):
+        assert "256 dimensions at most" in str(kind.obstacle(config(head_dim=288)))
+    assert Flash.obstacle(config(head_dim=192)) is None
+    assert "128 dimensions at most" in str(Flash4.obstacle(config(head_dim=192)))
+    assert Flash4.obstacle(config(head_dim=256)) is None
     windowed = replace(config(), layers=(Layer(Rope(10_000.0), 24),))
-    assert obstacle(windowed) is None
-    assert "windows" in str(obstacle(windowed, "flash_attn_4"))
+    assert Flash.obstacle(windowed) is None
+    assert "windows" in str(Flash4.obstacle(windowed))
 
 
 def test_the_first_lines_name_what_is_used() -> None:
-    model = copy.deepcopy(model_of("llama"))
-    assert attention_of(model, CUDA) == "flex_attention"
-    assert attention_of(model, CPU) == "SDPA per document"
-    use(model, BOTH)
-    assert attention_of(model, CUDA).startswith("flash_attn 2.8.4 (flex_attention for documents that share")
-    assert compilation("auto", CUDA, BOTH) == "norms and rotary compiled, gates by liger_kernel 0.8.2"
-    assert compilation("auto", CUDA) == "norms, gates and rotary compiled"
+    c, plain, both = config(), Kernels.of(CPU, "fp32"), Kernels.of(CUDA, "bf16", compiled="auto", fused="auto")
+    assert plain.attention_name(c, CUDA) == "flex_attention"
+    assert plain.attention_name(c, CPU) == "SDPA per document"
+    assert both.attention_name(c, CUDA).startswith("flash_attn 2.8.4 (flex_attention for documents that share")
+    assert both.compilation == "norms and rotary compiled, gates by liger_kernel 0.8.2"
+    assert Kernels.of(CUDA, "bf16", compiled="auto").compilation == "norms, gates and rotary compiled"
+    assert plain.compilation == "norms, gates and rotary not compiled"
 
 
 @settings(deadline=None, max_examples=40)
@@ -354,7 +361,6 @@ def test_documents_that_run_into_each_other_are_found_in_flas_rule() -> None:
 def test_fla_serves_linear_attention_only(monkeypatch) -> None:
     monkeypatch.setattr(fused, "installed", {"fla": "0.4.0"}.get)
     with pytest.raises(UserError, match="16 bits only"):
-        kernels(["fla"], CUDA, "fp32")
-    model = copy.deepcopy(model_of("qwen3_5_text"))
-    use(model, kernels("auto", CUDA, "bf16"))
-    assert {layer.attn.rule for layer in model.layers if hasattr(layer.attn, "rule")} == {fused.fla_rule}
+        packages_of(["fla"], CUDA, "fp32")
+    assert Kernels.of(CUDA, "bf16", fused="auto").delta_rule is fused.fla_rule
+    assert made_with("llama", {"fla": "0.4.0"}).attention_name(CUDA) == "flex_attention"

@@ -11,9 +11,10 @@ from ptf.compute import provenance
 from ptf.compute.world import World
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
-from ptf.model import matrix_product
 from ptf.model.chunked import cross_entropy
-from ptf.model.matrix_product import LEAST, is_faster, left_to_torch, linear, multiply, record
+from ptf.model.kernels import matrix_product
+from ptf.model.kernels.choice import TORCH
+from ptf.model.kernels.matrix_product import LEAST, is_faster, linear, multiply, record
 from ptf.train.trainer import load_model
 from tests.tiny import checkpoint
 
@@ -96,15 +97,14 @@ def test_what_is_small_narrow_or_not_there_is_left_to_torch(rows, monkeypatch):
     monkeypatch.setattr(matrix_product, "LEAST", LEAST)
     linear(x, weight)
     large = drawn(LEAST // 64, 8)
-    with left_to_torch():
-        linear(large, weight)
+    TORCH.linear(large, weight)
     assert rows == []
     linear(large, weight)
     assert rows == [LEAST // 64]
 
 
 @pytest.mark.parametrize("recomputed", ["none", "block", "selective"])
-def test_a_models_gradients_are_those_of_torchs_products(rows, tmp_path, recomputed):
+def test_a_models_gradients_are_those_of_torchs_products(rows, tmp_path, recomputed, monkeypatch):
     def gradients() -> dict[str, torch.Tensor]:
         place, tokens = checkpoint(tmp_path / "m"), torch.arange(48).view(2, 24) % 50
         model = load_model(
@@ -115,8 +115,8 @@ def test_a_models_gradients_are_those_of_torchs_products(rows, tmp_path, recompu
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     ours, calls = gradients(), len(rows)
-    with left_to_torch():
-        theirs = gradients()
+    monkeypatch.setattr(matrix_product, "is_faster", lambda: False)
+    theirs = gradients()
     assert 20 < calls == len(rows)
     assert ours.keys() == theirs.keys()
     for name, grad in ours.items():
@@ -139,7 +139,7 @@ def test_a_run_does_not_continue_and_ranks_do_not_train_with_the_other_library(t
     def made() -> dict:
         place = checkpoint(tmp_path / "m")
         model = load_model(place, World(), ModelConfig(path=str(place)), seed=0, precision="fp32")
-        return provenance.made_with(CPU, {}, "t", model.kernels)
+        return provenance.made_with(CPU, {}, "t", model.kernels.packages)
 
     with_it = made()
     with monkeypatch.context() as patch:

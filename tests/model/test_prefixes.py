@@ -9,9 +9,9 @@ from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
 from ptf.data.prefixes import pack_shared, prefix_groups
-from ptf.model import attention
 from ptf.model.chunked import cross_entropy, token_logprobs
 from ptf.model.families import MODULES
+from ptf.model.kernels import attention
 from tests.model.leakage import WRAPPERS
 from tests.model.test_attention import model_of, raise_if_masks_differ
 

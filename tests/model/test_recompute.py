@@ -16,11 +16,11 @@ from torch.autograd import Function
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptf.model import attention
 from ptf.model import recompute as recompute_module
 from ptf.model.activation_memory import CountedAttend, _attended
-from ptf.model.attention import Flex, PerDocument
 from ptf.model.decoder import Decoder
+from ptf.model.kernels import attention
+from ptf.model.kernels.attention import Flex, PerDocument
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.model.recompute import SAVED, Recompute

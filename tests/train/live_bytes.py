@@ -8,7 +8,7 @@ embeddings that torch.compile traces and divides between the passes as it does o
 
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,11 @@ from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.model import attention, bridge, chunked, decoder, moe, projection, recompute
-from ptf.model.sharding import compile_parts, parallelize
+from ptf.model import bridge, chunked, decoder, moe, projection, recompute
+from ptf.model.kernels import attention
+from ptf.model.kernels.choice import Kernels
+from ptf.model.layers import LayerFactory
+from ptf.model.sharding import parallelize
 from ptf.recipes import registry
 from ptf.train.components import layer_factory_of
 from ptf.train.model_source import needs_weights
@@ -66,13 +69,11 @@ class LiveBytes(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.in_kernel = False
         self.sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        for tensor in tensors:
-            self.see(tensor)
 
     def see(self, tensor: Any) -> None:
         """Count the storage of a tensor, or of its shard."""
@@ -160,13 +161,24 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
     try:
         meshes = Meshes.of("cpu", job.compute.mesh.sizes(ranks))
         with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
-            model = bridge.build(directory, head=recipe.head, factory=layer_factory_of(job.model, adapted=True))
+            live = LiveBytes()
+
+            def kernels() -> Kernels:
+                backend = inductor_backend(live.kernel)
+                compiler = partial(torch.compile, dynamic=True, backend=backend)
+                return Kernels() if config.compile is False else Kernels().compile(compiler)
+
+            torch._dynamo.reset()
+            factory = layer_factory_of(job.model, adapted=True, kernels=kernels())
+            model = bridge.build(directory, head=recipe.head, factory=factory)
             freeze(model, job.model.trainable)
             hold_frozen(model, frozen_dtype(directory, config.precision, exported=True))
             parallelize(model, meshes.dense, config.precision, recomputed=config.activation_checkpointing)
             model.to_empty(device=torch.device("cpu"))
             frozen_models = {
-                role: _frozen(directory, meshes.dense, config.precision) if needs_weights(of, job.model) else model
+                role: _frozen(directory, meshes.dense, config.precision, kernels())
+                if needs_weights(of, job.model)
+                else model
                 for role, of in recipe.frozen_models.items()
             }
             trainer = Trainer(model, World(0, meshes), config, frozen_models)
@@ -174,11 +186,8 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
             passes = config.global_batch_sequences // ranks // config.micro_batch_sequences
             batches = [Batch.of(pack_all(units, job.data.seq_len), job.data.seq_len) for _ in range(passes)]
             held = [model, *frozen_models.values()]
-            live = LiveBytes(t for m in held for t in (*m.parameters(), *m.buffers()))
-            if config.compile is not False:
-                torch._dynamo.reset()
-                for m in {id(m): m for m in held}.values():
-                    compile_parts(m, partial(torch.compile, dynamic=True, backend=inductor_backend(live.kernel)))
+            for tensor in (t for m in held for t in (*m.parameters(), *m.buffers())):
+                live.see(tensor)
             with HostSyncs(), live.counting():
                 trainer.step(batches[:1], recipe, 0)
                 live.peak = live.now
@@ -196,8 +205,8 @@ def _units(job: Job) -> list[PackUnit]:
     return [tuple(whole)] * job.train.micro_batch_sequences
 
 
-def _frozen(directory: Path, mesh: Any, precision: str) -> Any:
-    model = bridge.build(directory)
+def _frozen(directory: Path, mesh: Any, precision: str, kernels: Kernels) -> Any:
+    model = bridge.build(directory, factory=LayerFactory(kernels=kernels))
     model.requires_grad_(False)
     hold_frozen(model, frozen_dtype(directory, precision, exported=False))
     parallelize(model, mesh, precision)

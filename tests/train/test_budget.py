@@ -17,6 +17,7 @@ from ptf.errors import UserError
 from ptf.model.activation_memory import CountedAttend, activation_bytes
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
+from ptf.model.kernels.choice import PLAIN, Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, adapter_names
 from ptf.model.rope import rotary
@@ -84,11 +85,11 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
     assert found.mesh == MeshSizes(replicate, gpus // tensor // replicate, tensor)
 
 
-def small_decoder(model_type: str, adapted: bool) -> Decoder:
+def small_decoder(model_type: str, adapted: bool, kernels: Kernels = PLAIN) -> Decoder:
     """A random member of a family, which trains, or whose adapters do."""
     family = family_of({"model_type": model_type})
     config = family.config(family.random_config(random.Random(3)) | {"hidden_size": 64, "intermediate_size": 128})
-    model = Decoder(config, LayerFactory(lora=Lora(rank=4) if adapted else None))
+    model = Decoder(config, LayerFactory(lora=Lora(rank=4) if adapted else None, kernels=kernels))
     for name, p in model.named_parameters():
         p.requires_grad_(p.is_floating_point() and (not adapted or name in adapter_names(model)))
     return model

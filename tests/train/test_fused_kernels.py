@@ -9,9 +9,9 @@ import yaml
 from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.errors import UserError
+from ptf.model.kernels import choice
 from ptf.run import run
 from ptf.storage import file_verification
-from ptf.train import trainer
 from tests.model import stand_ins
 from tests.tiny import arithmetic
 
@@ -29,7 +29,7 @@ def test_a_run_names_its_kernels_and_does_not_go_on_without_them(tmp_path: Path,
     plain = trained(raw, "plain")
     assert "attention=SDPA per document" in capsys.readouterr().out
     stand_ins.installed(monkeypatch)
-    monkeypatch.setattr(trainer, "kernels", lambda setting, device, precision: BOTH if setting == "auto" else {})
+    monkeypatch.setattr(choice, "packages_of", lambda setting, device, precision: BOTH if setting == "auto" else {})
     assert trained(raw, "fused") == pytest.approx(plain, rel=1e-4)
     said = capsys.readouterr().out
     assert "attention=flash_attn 2.8.4 (" in said
@@ -38,10 +38,10 @@ def test_a_run_names_its_kernels_and_does_not_go_on_without_them(tmp_path: Path,
     newest = sorted(path for path in checkpoints.iterdir() if path.is_dir())[-1]
     packages = file_verification.verify(str(newest))["made_with"]["packages"]
     assert packages.items() >= BOTH.items()
-    monkeypatch.setattr(trainer, "kernels", lambda *_: {})
+    monkeypatch.setattr(choice, "packages_of", lambda *_: {})
     with pytest.raises(UserError, match=r"flash_attn was 2\.8\.4, is not used; liger_kernel was 0\.8\.2, is not used"):
         trained(raw, "fused")
-    monkeypatch.setattr(trainer, "kernels", lambda *_: BOTH)
+    monkeypatch.setattr(choice, "packages_of", lambda *_: BOTH)
     with pytest.raises(UserError, match=r"flash_attn was not used, is 2\.8\.4"):
         trained(raw, "plain")
     raw["train"]["fused"] = []

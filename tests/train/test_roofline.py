@@ -13,8 +13,17 @@ from ptf.config import loads
 from ptf.errors import UserError
 from ptf.model import bridge
 from ptf.model.flops import Flops, pairs
-from ptf.model.layers import normalised
-from ptf.train.roofline import GPUS, Costs, Timeline, _Kernel, head_costs, layer_costs, raise_if_uncounted, roofline
+from ptf.model.kernels.elementwise import normalised
+from ptf.train.roofline import (
+    GPUS,
+    Costs,
+    Timeline,
+    _Kernel,
+    head_costs,
+    layer_costs,
+    raise_if_uncounted,
+    roofline,
+)
 from ptf.train.trainable import freeze
 
 GPU = GPUS["H200"]

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ptf.model.attention import Attend, Attention, soft_cap_of, soft_capped
+from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
+from ptf.model.kernels.attention import Attend, soft_cap_of, soft_capped
 from ptf.rl.engines.kv_cache import CachedAttend, DeltaCache, filling, places_of
 from ptf.rl.engines.protocol import Progress
 from ptf.rl.engines.response import ResponseInProgress, distinct_contexts, sample

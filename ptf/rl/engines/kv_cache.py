@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ptf.model.attention import Attend, Attention, PackedDelta, inside_documents, soft_cap_of, soft_capped
+from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
-from ptf.model.delta_rule import step, windows
 from ptf.model.gated_delta import GatedDeltaNet
+from ptf.model.kernels.attention import Attend, PackedDelta, inside_documents, soft_cap_of, soft_capped
+from ptf.model.kernels.delta_rule import step, windows
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from ptf.data.document import Document
 from ptf.data.trajectory import Generation
 from ptf.data.trie import OVER, Trie
 from ptf.model import bridge, model_files
-from ptf.model.attention import Attend
 from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.head import Head
+from ptf.model.kernels.attention import Attend
 from ptf.model.layers import LayerFactory
 from ptf.model.model import Model
 from ptf.model.sampling import restrict

@@ -25,7 +25,7 @@ from torch import Tensor
 CPU_CHUNK, GPU_CHUNK = 32, 64
 
 
-class Documents(NamedTuple):
+class Spans(NamedTuple):
     """The documents of a packed batch: their first tokens in the flat batch, and their lengths; [documents] each.
 
     `bounds` are the beginnings of documents and of the padding between them, with the end of the batch; `numbers` says
@@ -38,13 +38,13 @@ class Documents(NamedTuple):
     numbers: np.ndarray
 
     @staticmethod
-    def of(segments: Tensor) -> "Documents":
+    def of(segments: Tensor) -> "Spans":
         """Find the documents of a batch; `segments` [B, T] numbers them, and is negative at padding."""
         flat = segments.reshape(-1).cpu().numpy()
         starts = np.flatnonzero(np.diff(flat, prepend=flat[:1] - 1))
         lengths = np.diff(starts, append=len(flat))
         real = flat[starts] >= 0
-        return Documents(starts[real], lengths[real], np.append(starts, len(flat)), np.flatnonzero(real))
+        return Spans(starts[real], lengths[real], np.append(starts, len(flat)), np.flatnonzero(real))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Chunks:
     @staticmethod
     def of(segments: Tensor, size: int) -> "Chunks":
         """Divide the documents of a batch; `segments` is [B, T]."""
-        starts, lengths, bounds, numbers = Documents.of(segments)
+        starts, lengths, bounds, numbers = Spans.of(segments)
         n, chunks = segments.numel(), -(-lengths // size)
         order = np.argsort(-chunks, kind="stable")
         counts = [int((chunks > k).sum()) for k in range(int(chunks.max(initial=0)))]

@@ -7,26 +7,20 @@ keys that the backward pass may have saved; its losses, which know no weights of
 attention.
 """
 
-import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptf.errors import UserError
-from ptf.model.attention import Attention, Flex, PackedDelta
 from ptf.model.config import DecoderConfig
-from ptf.model.decoder import Decoder
-from ptf.model.delta_rule import Chunks
-from ptf.model.gated_delta import GatedDeltaNet
-from ptf.model.layers import MLP
-from ptf.model.model import Model
-from ptf.model.moe import Experts
+from ptf.model.kernels.attention import Flex, InsideDocuments
+from ptf.model.kernels.delta_rule import Chunks
 from ptf.varlen import Varlen
 
 Package = Literal["flash_attn", "flash_attn_4", "liger_kernel", "fla"]
@@ -55,7 +49,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-def kernels(setting: Setting, device: torch.device, precision: str) -> dict[str, str]:
+def packages_of(setting: Setting, device: torch.device, precision: str) -> dict[str, str]:
     """Return the packages that `train.fused` uses on a device, with their versions.
 
     `auto` leaves out flash_attn_4, which has to be named, and from Hopper on flash_attn: on an H200 FlexAttention is
@@ -105,56 +99,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def use(model: Model, packages: Mapping[str, str]) -> None:
-    """Let a decoder compute with these packages."""
-    model.kernels = packages
-    if "liger_kernel" in packages:
-        _use_liger(model)
-    if "fla" in packages:
-        for module in model.modules():
-            if isinstance(module, GatedDeltaNet):
-                module.rule = fla_rule  # type: ignore[method-assign]
-    if (package := flash_of(packages)) and obstacle(model.config, package) is None:
-        model.attention = Flash4 if package == "flash_attn_4" else Flash  # type: ignore[assignment]
-
-
-def flash_of(packages: Mapping[str, str]) -> str | None:
-    """Return the package among these that computes attention, or None."""
-    return next((package for package in ("flash_attn_4", "flash_attn") if package in packages), None)
-
-
-def obstacle(c: DecoderConfig, package: str = "flash_attn") -> str | None:
-    """Return why flash_attn, or flash_attn_4, cannot compute the attention of a model, or None if it can."""
-    if c.sinks:
-        return "it has no attention sinks"
-    if c.attention_softcap is not None:
-        return "its scores are not soft-capped"
-    if c.latent is not None:
-        return "it computes no values that are narrower than keys"
-    if package == "flash_attn_4" and any(layer.window for layer in c.layers):
-        return "its windows were not compared on a GPU yet"
-    if package == "flash_attn_4" and 128 < c.head_dim < MOST_HEAD_DIM:
-        return f"its heads have 128 dimensions at most, or {MOST_HEAD_DIM}"
-    return f"its heads have {MOST_HEAD_DIM} dimensions at most" if c.head_dim > MOST_HEAD_DIM else None
-
-
-def attention_of(model: Model, device: torch.device) -> str:
-    """Return which attention a model uses on a device, for a run's first lines."""
-    if not isinstance(model, Decoder):
-        return "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
-    package, fla = flash_of(model.kernels), model.kernels.get("fla")
-    name = package and f"flash_attn {model.kernels[package]}"
-    if package is None:
-        softmax = "flex_attention" if device.type == "cuda" else "SDPA per document"
-    elif reason := obstacle(model.config, package):
-        softmax = f"flex_attention (not {name}: {reason})"
-    else:
-        softmax = f"{name} (flex_attention for documents that share a prefix)"
-    if model.config.delta is None:
-        return softmax
-    return f"{softmax}; linear attention in chunks, by {f'fla {fla}' if fla else 'PyTorch'}"
-
-
 def varlen_of(segments: Tensor, positions: Tensor) -> Varlen:
     """Return the `Varlen` of a batch from its tensors; the host waits for the device. A `Batch` knows its own."""
     length = segments.shape[1]
@@ -167,28 +111,28 @@ def varlen_of(segments: Tensor, positions: Tensor) -> Varlen:
     return Varlen(torch.from_numpy(cu_seqlens).to(segments.device), max_seqlen, bool(position[starts].any()))
 
 
-class Flash:
+class Flash(InsideDocuments):
     """Causal attention inside each document by `flash_attn_varlen_func`, one call a layer.
 
     The padding of a sequence is one more document. Batches in which documents share a prefix are computed by Flex.
     """
 
-    module = "flash_attn"
+    package: Package = "flash_attn"
     unlimited: int | None = -1  # size of a window, for the package
 
     def __init__(self, segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> None:
-        self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
+        super().__init__(segments, positions)
         self.cu_seqlens, max_seqlen, shares_prefix = varlen or varlen_of(segments, positions)
         self.flex = Flex(segments, positions) if shares_prefix else None
         # with 1 and grouped queries the package computes something else (its issue 1537); a larger bound is allowed
         self.max_seqlen = max(2, max_seqlen)
 
-    def __call__(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, T, heads, D]; the arguments are those of `Attend`."""
         if self.flex is not None:
             return self.flex(layer, q, k, v)
         # the function of flash_attn 4 returns the log-sum-exp, too
-        out = importlib.import_module(self.module).flash_attn_varlen_func(
+        out = importlib.import_module(MODULES.get(self.package, self.package)).flash_attn_varlen_func(
             *(t.flatten(0, 1) for t in (q, k, v)),  # [B·T, heads, D]
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_k=self.cu_seqlens,
@@ -202,15 +146,31 @@ class Flash:
         )
         return (out[0] if isinstance(out, tuple) else out).view_as(q)
 
-    def delta(self, layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        """See Attend."""
-        return self.packed_delta()(layer, qkv, decay, beta)[0]
+    @classmethod
+    def obstacle(cls, c: DecoderConfig) -> str | None:
+        """Return why the package cannot compute the attention of a model, or None if it can."""
+        if c.sinks:
+            return "it has no attention sinks"
+        if c.attention_softcap is not None:
+            return "its scores are not soft-capped"
+        if c.latent is not None:
+            return "it computes no values that are narrower than keys"
+        return f"its heads have {MOST_HEAD_DIM} dimensions at most" if c.head_dim > MOST_HEAD_DIM else None
 
 
 class Flash4(Flash):
     """The same by flash_attn 4, which needs a GPU of Hopper's or Blackwell's generation."""
 
-    module, unlimited = MODULES["flash_attn_4"], None
+    package, unlimited = "flash_attn_4", None
+
+    @classmethod
+    def obstacle(cls, c: DecoderConfig) -> str | None:
+        """See Flash."""
+        if any(layer.window for layer in c.layers):
+            return "its windows were not compared on a GPU yet"
+        if 128 < c.head_dim < MOST_HEAD_DIM:
+            return f"its heads have 128 dimensions at most, or {MOST_HEAD_DIM}"
+        return super().obstacle(c)
 
 
 def fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -233,19 +193,11 @@ def fla_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, chunk
     return out[0], states.index_select(0, chunks.numbers)
 
 
-def _use_liger(model: nn.Module) -> None:
-    """Compute gates with Liger's functions, in place of compiled ones."""
+def liger_gate(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """Compute act(gate) · up with Liger's functions, whose backward pass writes the gradients into gate and up: nobody
+    else has them."""
     from liger_kernel.ops.geglu import LigerGELUMulFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    def gate(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
-        function: Any = LigerSiLUMulFunction if activate is F.silu else LigerGELUMulFunction
-        return function.apply(
-            gate, up
-        )  # its backward pass writes the gradients into gate and up, which nobody else has
-
-    for module in model.modules():
-        if isinstance(module, MLP):
-            module.compute = gate  # type: ignore[assignment]
-        elif isinstance(module, Experts) and module.compute.args[0] is F.silu:  # not the clamped gate of GPT-OSS
-            module.compute = lambda a, b: gate(F.silu, a, b)  # type: ignore[assignment]
+    function: Any = LigerSiLUMulFunction if activate is F.silu else LigerGELUMulFunction
+    return function.apply(gate, up)

@@ -7,12 +7,9 @@ The choice depends on the CPU and on the size of a product, never on a clock, so
 with names it (`record`).
 """
 
-import contextlib
 import functools
 import math
 import re
-from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,6 @@ from torch.nn import Parameter
 OPERATOR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 LEAST = 1 << 22  # multiplications of a product that oneDNN computes: below, calling it saves little or nothing
 BLOCK_BYTES = 4 << 20  # of a product that is added or copied to its place: the CPU's caches hold it
-
-_left_to_torch = ContextVar("left_to_torch", default=False)
 
 
 @functools.cache
@@ -56,18 +51,7 @@ def is_taken(x: Tensor, rows: int, weight: Tensor) -> bool:
         and type(x) in (Tensor, Parameter)  # neither distributed nor fake
         and type(weight) in (Tensor, Parameter)
         and is_faster()
-        and not _left_to_torch.get()
     )
-
-
-@contextlib.contextmanager
-def left_to_torch() -> Iterator[None]:
-    """Leave all products to torch, where two definitions of a model are compared, and not two libraries."""
-    before = _left_to_torch.set(True)
-    try:
-        yield
-    finally:
-        _left_to_torch.reset(before)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
