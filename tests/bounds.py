@@ -20,7 +20,7 @@ from torch import Tensor
 # 1,000 random problems of each of the 11 losses over a vocabulary stay below 0.7,
 # mistakes of 1e-4 in some reach 2.7 to 200
 ROUNDINGS = 2
-# of any distance: ptf raises log-probs to −64 (projection.FLOOR), also of tokens that are barred by a logit of −1e9
+# of any distance: ptf raises log-probs to −64 (loss_workspace.FLOOR), also of tokens that are barred by a logit of −1e9
 UNDERFLOW = 1e-17
 
 aten = torch.ops.aten

@@ -12,7 +12,9 @@ head. Two numbers per token are reduced for the normaliser. The gradient of the 
 rank; the gradient of the hidden states is a sum over ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +22,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ptf.model.custom_head import CustomHead
 from ptf.model.head import Head
-from ptf.model.projection import Chunks, Projection, rows_of_a_block, summed
+from ptf.model.loss_workspace import LossWorkspace, Tiles, rows_of_a_block
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
 CHUNK_BYTES = 64 << 20  # on a CPU
@@ -44,7 +45,7 @@ def logit_bytes(head: Head) -> int:
     return 4 if head.weight.device.type == "cuda" else head.weight.element_size()
 
 
-def chunks_of(n: int, *heads: Head, buffers: int = 1) -> Chunks:
+def tiles_of(n: int, *heads: Head, buffers: int = 1) -> Tiles:
     """Return the chunks of n positions. They are the same on all ranks of a group, since each chunk is a collective.
 
     On CUDA, a computation that needs several `buffers` as large as its logits gets smaller chunks, so that all of them
@@ -57,12 +58,17 @@ def chunks_of(n: int, *heads: Head, buffers: int = 1) -> Chunks:
     size = max(1, chunk_bytes(device) // (each * rows))
     block = max(1, min(size, chunk_bytes(device) // (4 * rows), rows_of_a_block(rows)))
     whole = device.type == "cuda" or any(h.group is not None for h in heads)
-    return Chunks(n, size, size if whole else block)
+    return Tiles(n, size, size if whole else block)
 
 
-class GradientsInForward(Function):
-    """A sum whose forward pass computes and saves its gradients by its first arguments: x, the head's weight and its
-    bias."""
+class WithGradients(Function):
+    """A sum whose gradients by some tensors were computed with it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: tuple[Tensor | None, ...], *tensors: Tensor | None) -> Tensor:
+        """Return the sum."""
+        ctx.save_for_backward(*gradients)
+        return value.clone()
 
     @staticmethod
     @once_differentiable
@@ -72,98 +78,20 @@ class GradientsInForward(Function):
         A head's gradient is too large to copy (594 MiB for 151,936 × 1,024). Because the tensors are changed, a second
         backward raises.
         """
-        found = (None if t is None else t.mul_(grads[0]) for t in ctx.saved_tensors)
-        return *found, *[None] * (len(ctx.needs_input_grad) - 3)
-
-
-class _Targets:
-    """The targets [N] of the selected positions, and the distribution of a head that they are measured by."""
-
-    def __init__(
-        self,
-        targets: Tensor,
-        head: Head,
-        selected: Tensor,
-        processing: LogitsProcessing = NO_LOGITS_PROCESSING,
-        trie_states: Tensor | None = None,
-    ) -> None:
-        self.targets, self.head, self.processing = targets.reshape(-1)[selected], head, processing
-        self.trie_states = None if trie_states is None else trie_states.flatten(0, 1)[selected].long()
-        here = self.targets - head.first
-        # the column of each among this rank's part of the vocabulary
-        self.at = here if head.group is None else here.clamp(0, len(head.weight) - 1)
-        # 0 if a different rank has the target
-        self.counts = torch.ones_like(here, dtype=torch.float32) if head.group is None else (here == self.at).float()
-
-    def projection(self, x: Tensor, head: Head, needs: tuple[bool, ...] = (False, False, False)) -> Projection:
-        """Return x [N, D] with the head applied; see Projection."""
-        return Projection(x, head, chunks_of(len(x), head), self.processing, self.targets, self.trie_states, needs)
-
-    def subtract(self, block: slice, values: Tensor) -> Tensor:
-        """Subtract 1 at each target of `values` [n, V], in place."""
-        return values.scatter_add_(1, self.at[block, None], -self.counts[block, None])
-
-    def measure(
-        self, projection: Projection, weights: Tensor | None = None, *, entropies: bool = True
-    ) -> tuple[Tensor, ...]:
-        """Return the targets' log-probs, and with `entropies` the entropies and the slacks, fp32 [N] each.
-
-        With `weights` [N], add the gradients of −Σ weights · log-prob to the projection.
-        """
-        picked = torch.empty(len(projection.x), dtype=torch.float32, device=projection.x.device)
-        entropy = torch.empty_like(picked)
-        for block in projection.chunks:
-            if weights is not None and not entropies and projection.fuses_loss:
-                picked[block] = projection.cross_entropy(block, self.targets[block], weights[block])
-                continue
-            logprobs = projection.logprobs(block)
-            picked[block] = logprobs.gather(1, self.at[block, None]).squeeze(1) * self.counts[block]
-            if entropies:
-                entropy[block] = projection.entropies(logprobs, leave_probabilities=weights is not None)
-            elif weights is not None:
-                projection.probabilities(logprobs, out=logprobs)
-            if weights is not None:
-                projection.accumulate(block, self.subtract(block, logprobs), weights[block])
-        picked = summed(picked, self.head.group)
-        return (picked, summed(entropy, self.head.group), projection.slack) if entropies else (picked,)
-
-
-class _CrossEntropy(GradientsInForward):
-    """−Σ weights · log-prob, or with `entropies` the policy-gradient surrogate −Σ weights · exp(logp − logp.detach()),
-    which has the same gradient: that of the policy at ratio 1.
-
-    Also returns what `_Targets.measure` does, which has no gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: _Targets,
-        weights: Tensor,
-        entropies: bool,
-    ) -> tuple[Tensor, ...]:
-        projection = targets.projection(x, targets.head, ctx.needs_input_grad[:3])
-        wanted = weights if any(ctx.needs_input_grad) else None
-        values = targets.measure(projection, wanted, entropies=entropies)
-        ctx.save_for_backward(*projection.gradients())
-        ctx.mark_non_differentiable(*values)
-        if entropies:
-            return -weights.sum(dtype=torch.float32), *values
-        return (-(values[0] * weights)).sum(dtype=torch.float32), *values
+        return None, None, *(None if t is None else t.mul_(grads[0]) for t in ctx.saved_tensors)
 
 
 class _TokenLogprobs(Function):
     """The log-prob of each target, and the entropy of each distribution."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: _Targets) -> tuple[Tensor, ...]:
-        picked, entropy, slack = targets.measure(targets.projection(x, targets.head))
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, head: Head, workspace: Callable[..., LossWorkspace]
+    ) -> tuple[Tensor, ...]:
+        picked, entropy, slack = workspace(x, head).measure()
         ctx.mark_non_differentiable(slack)
         ctx.save_for_backward(x, weight, bias, entropy)
-        ctx.targets = targets
+        ctx.head, ctx.workspace = head, workspace
         # most losses do not use the entropy, whose gradient costs a buffer and three passes
         ctx.set_materialize_grads(False)
         return picked, entropy, slack
@@ -171,21 +99,20 @@ class _TokenLogprobs(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:  # type: ignore[override]
-        (x, weight, bias, entropy), targets = ctx.saved_tensors, ctx.targets
-        head = replace(targets.head, weight=weight, bias=bias)
-        projection = targets.projection(x, head, ctx.needs_input_grad[:3])
+        x, weight, bias, entropy = ctx.saved_tensors
+        work = ctx.workspace(x, replace(ctx.head, weight=weight, bias=bias), needs=ctx.needs_input_grad[:3])
         of_logprobs, of_entropy = (-torch.zeros_like(entropy) if grad is None else -grad for grad in grads[:2])
-        spare = None if grads[1] is None else projection.new_block()
-        for block in projection.chunks:
-            logprobs = projection.logprobs(block)
-            p = projection.probabilities(logprobs, out=logprobs if spare is None else spare[: len(logprobs)])
+        spare = None if grads[1] is None else work.new_block()
+        for block in work.tiles:
+            logprobs = work.logprobs(block)
+            p = work.probabilities(logprobs, out=logprobs if spare is None else spare[: len(logprobs)])
             if spare is None:
-                projection.accumulate(block, targets.subtract(block, p), of_logprobs[block])
+                work.accumulate(block, work.subtract_targets(block, p), of_logprobs[block])
                 continue
             bent = logprobs.add_(entropy[block, None]).mul_(p).mul_(of_entropy[block, None])  # ∂H/∂z = −p (log p + H)
-            bent += targets.subtract(block, p).mul_(of_logprobs[block, None])
-            projection.accumulate(block, bent, torch.ones_like(entropy[block]))
-        return *projection.gradients(), None
+            bent += work.subtract_targets(block, p).mul_(of_logprobs[block, None])
+            work.accumulate(block, bent, torch.ones_like(entropy[block]))
+        return *work.gradients(), None, None
 
 
 def trained_positions(weights: Tensor) -> Tensor:
@@ -198,13 +125,39 @@ def rows(x: Tensor, selected: Tensor) -> Tensor:
     return x.flatten(0, -2).index_select(0, selected)
 
 
-def function_inputs(x: Tensor, selected: Tensor, head: Head) -> list[Tensor | None]:
-    """Return the tensors that may need a gradient: x [N, D] at the selected positions, the head's weight and its bias.
+def needed(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Return of which tensors a gradient is needed."""
+    return tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
 
-    They are detached under `no_grad`, because the forward pass of an autograd Function cannot detect it.
-    """
-    tensors = [rows(x, selected), head.weight, head.bias]
-    return tensors if torch.is_grad_enabled() else [t if t is None else t.detach() for t in tensors]
+
+def _workspace(
+    x: Tensor,
+    head: Head,
+    targets: Tensor,
+    selected: Tensor,
+    processing: LogitsProcessing = NO_LOGITS_PROCESSING,
+    trie_states: Tensor | None = None,
+    needs: tuple[bool, ...] = (False, False, False),
+) -> LossWorkspace:
+    """Return the workspace of x [N, D], the hidden states at the selected positions."""
+    states = None if trie_states is None else trie_states.flatten(0, 1)[selected].long()
+    return LossWorkspace(x, head, tiles_of(len(x), head), processing, targets.reshape(-1)[selected], states, needs)
+
+
+def _weighted(
+    x: Tensor, head: Head, weights: Tensor, workspace: Callable[..., LossWorkspace], *, entropies: bool
+) -> tuple[Tensor, ...]:
+    """Return −Σ weights · log-prob, or with `entropies` the policy-gradient surrogate
+    −Σ weights · exp(logp − logp.detach()), which has the same gradient: that of the policy at ratio 1. Beside it stands
+    what `LossWorkspace.measure` returns, without gradient."""
+    tensors = x, head.weight, head.bias
+    needs = needed(*tensors)
+    with torch.no_grad():
+        work = workspace(x, head, needs=needs)
+        values = work.measure(weights if any(needs) else None, entropies=entropies)
+        loss = -weights.sum(dtype=torch.float32) if entropies else (-(values[0] * weights)).sum(dtype=torch.float32)
+        gradients = work.gradients()
+    return WithGradients.apply(loss, gradients, *tensors), *values
 
 
 def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selected: Tensor | None = None) -> Tensor:
@@ -214,11 +167,11 @@ def cross_entropy(x: Tensor, head: Head, targets: Tensor, weights: Tensor, selec
     weight is not 0; without it `nonzero()` finds them, for which the host waits for the GPU.
     """
     selected = trained_positions(weights) if selected is None else selected
-    which, weights = _Targets(targets, head, selected), weights.reshape(-1)[selected]
-    return _CrossEntropy.apply(*function_inputs(x, selected, head), which, weights, False)[0]
+    work = partial(_workspace, targets=targets, selected=selected)
+    return _weighted(rows(x, selected), head, weights.reshape(-1)[selected], work, entropies=False)[0]
 
 
-def next_token_loss(x: Tensor, head: Head | CustomHead, batch: Any) -> tuple[Tensor, Tensor | None]:
+def next_token_loss(x: Tensor, head: Any, batch: Any) -> tuple[Tensor, Tensor | None]:
     """Return the loss of a model that is trained on text, and each document's part of it.
 
     The loss is the cross-entropy over the vocabulary, and the parts are [documents], without gradient; with a head of
@@ -227,8 +180,9 @@ def next_token_loss(x: Tensor, head: Head | CustomHead, batch: Any) -> tuple[Ten
     if not isinstance(head, Head):
         return head.loss(x, batch), None
     selected = batch.trained_positions
-    which, weights = _Targets(batch.targets, head, selected), batch.loss_weights.reshape(-1)[selected]
-    loss, logprobs = _CrossEntropy.apply(*function_inputs(x, selected, head), which, weights, False)
+    work = partial(_workspace, targets=batch.targets, selected=selected)
+    weights = batch.loss_weights.reshape(-1)[selected]
+    loss, logprobs = _weighted(rows(x, selected), head, weights, work, entropies=False)
     parts = torch.zeros(len(batch.lengths), device=x.device)
     return loss, parts.index_add(0, batch.segments.reshape(-1)[selected], -(logprobs * weights))
 
@@ -277,8 +231,9 @@ def surrogate(
     `selected` is as in `cross_entropy`.
     """
     selected = trained_positions(weights) if selected is None else selected
-    which, coefficients = _Targets(targets, head, selected, processing, trie_states), coefficients.reshape(-1)[selected]
-    loss, *values = _CrossEntropy.apply(*function_inputs(x, selected, head), which, coefficients, True)
+    work = partial(_workspace, targets=targets, selected=selected, processing=processing, trie_states=trie_states)
+    coefficients = coefficients.reshape(-1)[selected]
+    loss, *values = _weighted(rows(x, selected), head, coefficients, work, entropies=True)
     return loss, scatter(selected, weights, tuple(values))
 
 
@@ -297,5 +252,6 @@ def token_logprobs(
     `cross_entropy`.
     """
     selected = trained_positions(weights) if selected is None else selected
-    which = _Targets(targets, head, selected, processing, trie_states)
-    return scatter(selected, weights, _TokenLogprobs.apply(*function_inputs(x, selected, head), which))
+    work = partial(_workspace, targets=targets, selected=selected, processing=processing, trie_states=trie_states)
+    values = _TokenLogprobs.apply(rows(x, selected), head.weight, head.bias, head, work)
+    return scatter(selected, weights, values)

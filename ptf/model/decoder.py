@@ -21,7 +21,7 @@ from ptf.model.rope import Table, rotary
 from ptf.model.scalar import Scalar
 from ptf.varlen import Varlen
 
-Output = Head | Scalar | nn.Module  # a module: a head of the user's own (custom_head.py)
+Output = Head | Scalar | nn.Module  # a module: a head of the user's own (docs/components.md)
 HeadFn = Callable[[Tensor, Any], Any]  # (hidden states [B, T, D], head) → what the loss needs
 
 
@@ -82,7 +82,7 @@ class Decoder(MappedModel):
         self.head = factory.component("head", projection, c, factory, "head")
         if c.tied:
             self.head.weight = self.embed.weight
-        self.first, self.group = 0, None
+        self.vocab_start, self.group = 0, None
 
     def forward(
         self,
@@ -146,7 +146,7 @@ class Decoder(MappedModel):
         return (
             Scalar(weight)
             if c.head == "scalar"
-            else Head(weight, c.vocab, c.softcap, first=self.first, group=self.group, kernels=self.kernels)
+            else Head(weight, c.vocab, c.softcap, vocab_start=self.vocab_start, group=self.group, kernels=self.kernels)
         )
 
     def load_balancing_loss(self) -> Tensor | None:

@@ -16,16 +16,16 @@ vocabulary.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ptf.model.chunked import GradientsInForward, chunks_of, function_inputs, rows, trained_positions
+from ptf.model.chunked import WithGradients, needed, rows, tiles_of, trained_positions
 from ptf.model.head import Head
-from ptf.model.projection import FLOOR, Chunks, Projection, summed
+from ptf.model.loss_workspace import FLOOR, LossWorkspace, Tiles, columns_of, summed
 from ptf.model.sampling import LogitsProcessing
 
 Form = Literal["forward", "reverse", "js"]
@@ -71,15 +71,15 @@ def compare(log_s: Tensor, s: Tensor, log_t: Tensor, t: Tensor, how: Divergence,
 class _Whole:
     """A teacher's distribution over the whole vocabulary."""
 
-    def __init__(self, x: Tensor, head: Head, chunks: Chunks, temperature: float) -> None:
-        self.projection = Projection(x, head, chunks, LogitsProcessing(temperature))
-        self.s, self.t = self.projection.new_block(), self.projection.new_block()
+    def __init__(self, x: Tensor, head: Head, tiles: Tiles, temperature: float) -> None:
+        self.work = LossWorkspace(x, head, tiles, LogitsProcessing(temperature))
+        self.s, self.t = self.work.new_block(), self.work.new_block()
 
-    def compare(self, block: slice, log_s: Tensor, student: Projection, how: Divergence) -> Tensor:
+    def compare(self, block: slice, log_s: Tensor, student: LossWorkspace, how: Divergence) -> Tensor:
         """Return D of the block's positions; `log_s` becomes the gradient."""
         n, real = len(log_s), slice(student.head.real)
-        log_t = self.projection.logprobs(block)
-        t = self.projection.probabilities(log_t, out=self.t[:n])
+        log_t = self.work.logprobs(block)
+        t = self.work.probabilities(log_t, out=self.t[:n])
         # student and teacher may be padded to different widths
         out = self.s[:n] if self.s.shape[1] == log_s.shape[1] else torch.empty_like(log_s)
         s = student.probabilities(log_s, out=out)
@@ -92,10 +92,10 @@ class _Top:
     """A teacher's likeliest tokens and the sum of the others."""
 
     def __init__(self, ids: Tensor, logprobs: Tensor, head: Head) -> None:
-        self.at, self.counts = _here(ids, head)
+        self.at, self.counts = columns_of(ids.long(), head)
         self.logprobs = logprobs
 
-    def compare(self, block: slice, log_s: Tensor, student: Projection, how: Divergence) -> Tensor:
+    def compare(self, block: slice, log_s: Tensor, student: LossWorkspace, how: Divergence) -> Tensor:
         """Return D of the block's positions; `log_s` becomes the gradient."""
         at, counts, log_t, group = self.at[block], self.counts[block], self.logprobs[block], student.head.group
         known = summed(log_s.gather(1, at) * counts, group)  # [n, k]
@@ -107,13 +107,6 @@ class _Top:
         return values
 
 
-def _here(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """Return the rows of `ids` on this rank and 1, or any row and 0 where another rank holds them, [n, k] each."""
-    here = ids.long() - head.first
-    at = here.clamp(0, len(head.weight) - 1)
-    return at, (here == at).float()
-
-
 def _rest(p: Tensor, at: Tensor, counts: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the probability of all tokens but those at `at`, [n, 1]; theirs become 0 in `p`.
 
@@ -123,30 +116,22 @@ def _rest(p: Tensor, at: Tensor, counts: Tensor, group: ProcessGroup | None) -> 
     return summed(p.sum(-1, keepdim=True), group).clamp_(min=math.exp(FLOOR))
 
 
-class _SummedDivergence(GradientsInForward):
-    """Σ weights · D."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        head: Head,
-        teacher: _Whole | _Top,
-        chunks: Chunks,
-        weights: Tensor,
-        how: Divergence,
-    ) -> Tensor:
-        student = Projection(x, head, chunks, LogitsProcessing(how.temperature), needs=ctx.needs_input_grad[:3])
+def _summed_divergence(
+    x: Tensor, head: Head, teacher: _Whole | _Top, tiles: Tiles, weights: Tensor, how: Divergence
+) -> Tensor:
+    """Return Σ weights · D, for x [N, D] and weights [N]."""
+    tensors = x, head.weight, head.bias
+    needs = needed(*tensors)
+    with torch.no_grad():
+        student = LossWorkspace(x, head, tiles, LogitsProcessing(how.temperature), needs=needs)
         values = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        for block in chunks:
+        for block in tiles:
             log_s = student.logprobs(block)
             values[block] = teacher.compare(block, log_s, student, how)
-            if any(ctx.needs_input_grad):
+            if any(needs):
                 student.accumulate(block, log_s, weights[block])
-        ctx.save_for_backward(*student.gradients())
-        return (values * weights).sum(dtype=torch.float32)
+        total, gradients = (values * weights).sum(dtype=torch.float32), student.gradients()
+    return cast("Tensor", WithGradients.apply(total, gradients, *tensors))
 
 
 def divergence(
@@ -164,18 +149,18 @@ def divergence(
     x and head.
     Raise ValueError unless both heads hold the same rows of the same vocabulary; their padding may differ.
     """
-    held = [(h.vocab, h.first, h.real, h.group) for h in (head, head_teacher)]
+    held = [(h.vocab, h.vocab_start, h.real, h.group) for h in (head, head_teacher)]
     if held[0] != held[1]:
         raise ValueError(
             "student and teacher must hold the same rows of one vocabulary; (vocab, first, rows, group) "
             f"are {held[0]} and {held[1]}"
         )
     selected = trained_positions(weights) if selected is None else selected
-    chunks = chunks_of(len(selected), head, head_teacher, buffers=BUFFERS)
+    tiles = tiles_of(len(selected), head, head_teacher, buffers=BUFFERS)
     with torch.no_grad():
-        teacher = _Whole(rows(x_teacher, selected), head_teacher, chunks, how.temperature)
+        teacher = _Whole(rows(x_teacher, selected), head_teacher, tiles, how.temperature)
     weights = weights.reshape(-1)[selected]
-    return _SummedDivergence.apply(*function_inputs(x, selected, head), head, teacher, chunks, weights, how)
+    return _summed_divergence(rows(x, selected), head, teacher, tiles, weights, how)
 
 
 def divergence_of_top(
@@ -192,10 +177,10 @@ def divergence_of_top(
     `ids` is [B, T, k], `logprobs` [B, T, k + 1]; the rest is as in `divergence`.
     """
     selected = trained_positions(weights) if selected is None else selected
-    chunks = chunks_of(len(selected), head)
+    tiles = tiles_of(len(selected), head)
     teacher = _Top(rows(ids, selected), rows(logprobs, selected), head)
     weights = weights.reshape(-1)[selected]
-    return _SummedDivergence.apply(*function_inputs(x, selected, head), head, teacher, chunks, weights, how)
+    return _summed_divergence(rows(x, selected), head, teacher, tiles, weights, how)
 
 
 @torch.no_grad()
@@ -213,19 +198,19 @@ def top_logprobs(
             f"the {k} likeliest of {head.vocab} tokens were asked for; k must be smaller than the vocabulary"
         )
     selected = trained_positions(weights) if selected is None else selected
-    chunks = chunks_of(len(selected), head)
-    projection = Projection(rows(x, selected), head, chunks, LogitsProcessing(temperature))
+    tiles = tiles_of(len(selected), head)
+    work = LossWorkspace(rows(x, selected), head, tiles, LogitsProcessing(temperature))
     ids = torch.zeros(weights.numel(), k, dtype=torch.int32, device=x.device)
     top = torch.zeros(weights.numel(), k + 1, device=x.device)
-    for block in chunks:
-        logprobs = projection.logprobs(block)
+    for block in tiles:
+        logprobs = work.logprobs(block)
         values, best = logprobs.topk(min(k, len(head.weight)), -1)
-        best += head.first
+        best += head.vocab_start
         if head.group is not None:
             values, best = (_gathered(mine, k, fill, head) for mine, fill in ((values, -math.inf), (best, 0)))
             values, columns = values.topk(k, -1)
             best = best.gather(1, columns)
-        rest = _rest(projection.probabilities(logprobs, out=logprobs), *_here(best, head), head.group)
+        rest = _rest(work.probabilities(logprobs, out=logprobs), *columns_of(best, head), head.group)
         ids[selected[block]] = best.int()
         top[selected[block]] = torch.cat([values, rest.log()], -1)
     return ids.view(*weights.shape, k), top.view(*weights.shape, k + 1)

@@ -45,14 +45,14 @@ class Head:
     vocab: int  # real rows of the whole vocabulary; rows from here on are padding and never count (but must be finite)
     softcap: float | None = None  # logits are softcap * tanh(logits / softcap)
     bias: Tensor | None = None  # [V], for the rows of `weight`
-    first: int = 0  # which row of the whole vocabulary `weight` begins with
+    vocab_start: int = 0  # which row of the whole vocabulary `weight` begins with
     group: ProcessGroup | None = None  # the ranks that hold the other rows
     kernels: Kernels = PLAIN
 
     @property
     def real(self) -> int:
         """How many of the rows of `weight` are not padding."""
-        return min(max(self.vocab - self.first, 0), len(self.weight))
+        return min(max(self.vocab - self.vocab_start, 0), len(self.weight))
 
     def logits(self, x: Tensor) -> Tensor:
         """Return fp32 logits [..., vocab] for x [..., D]: soft-capped, without padding.
@@ -71,6 +71,6 @@ class Head:
         if self.group is None:
             return y
         whole = y.new_zeros(*y.shape[:-1], self.vocab)
-        whole[..., self.first : self.first + self.real] = y.detach()
+        whole[..., self.vocab_start : self.vocab_start + self.real] = y.detach()
         dist.all_reduce(whole, group=self.group)  # a sum with zeros, for ranks need not hold equally many rows
         return whole

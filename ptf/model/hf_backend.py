@@ -69,7 +69,7 @@ class HFDecoder(Model):
         self.config = replace(sizes(hf.config), head=head)
         self.outside = Outside(hf) if is_multimodal(hf.config) else None
         self.factory = factory
-        self.aliases, self.first, self.group = {}, 0, None  # the head is never sharded over the vocabulary
+        self.aliases, self.vocab_start, self.group = {}, 0, None  # the head is never sharded over the vocabulary
         self.scale = 1.0  # factor of the logits
         for key, power in SCALES.items():
             if head == "lm" and (factor := getattr(self.text_config, key, None)):

@@ -35,7 +35,7 @@ class Model(nn.Module, ABC):
     head: nn.Module
     kernels: Kernels  # what it computes with
     # under tensor parallelism: this rank's first row of the vocabulary, and the ranks that hold the rest
-    first: int
+    vocab_start: int
     group: ProcessGroup | None
     supports_shared_prefixes: bool  # whether documents of a batch may share a prefix
     supports_compilation: bool  # whether parts of it can be compiled, and computed by other packages' kernels

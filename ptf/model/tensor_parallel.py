@@ -181,9 +181,9 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
             f"compute.mesh.tensor_parallel_size: ptf/model/sharding.py does not say how to shard {', '.join(unknown)}; "
             "set compute.mesh.tensor_parallel_size: 1"
         )
-    model.group, model.first = group, 0
+    model.group, model.vocab_start = group, 0
     if model.config.head == "lm":
-        model.first = group.rank() * (model.config.padded // group.size())
+        model.vocab_start = group.rank() * (model.config.padded // group.size())
     _fill_up(model, group)
 
 

@@ -16,10 +16,12 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.model import bridge, projection
+from ptf.model import bridge
 from ptf.model.decoder import Decoder
 from ptf.model.kernels import attention
+from ptf.model.kernels.choice import Kernels
 from ptf.model.kernels.document_mask import DocumentMasks
+from ptf.model.layers import LayerFactory
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.kd.config import TeacherConfig
@@ -94,7 +96,8 @@ def loss_kernel(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) -
 def decoder(shape: str, head: Any = "lm", layers: int = 2) -> Decoder:
     """A model of a published shape with few layers, in bf16, without values."""
     with tempfile.TemporaryDirectory() as directory:
-        model = bridge.build(write_config(shape, Path(directory), num_hidden_layers=layers), head=head)
+        factory = LayerFactory(kernels=Kernels(loss_of_rows=loss_kernel))
+        model = bridge.build(write_config(shape, Path(directory), num_hidden_layers=layers), head=head, factory=factory)
     for module in model.modules():
         for key, old in module._parameters.items():
             if old is not None:
@@ -130,7 +133,6 @@ def variants(shape: str, name: str) -> list[list[str]]:
 
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_compiled_flex", lambda: recorded)
-        patch.setattr(projection, "_compiled_loss", lambda: loss_kernel)
         patch.setattr(DocumentMasks, "mask", noted)
         trainer, world = trainer_of(shape, recipe)
         model, frozen_models = trainer.model, trainer.frozen_models
@@ -151,7 +153,7 @@ def variants(shape: str, name: str) -> list[list[str]]:
 def host_syncs(shape: str, name: str) -> dict[str, int]:
     """How often a step of this recipe waits for the GPU, by operation."""
     recipe = RECIPES[name]
-    attention._compiled_flex, projection._compiled_loss = lambda: fused_attention, lambda: loss_kernel
+    attention._compiled_flex = lambda: fused_attention
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainer, _ = trainer_of(shape, recipe)
         with HostSyncs() as syncs:

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptf.model import projection
-from ptf.model.chunked import chunk_bytes, chunks_of, cross_entropy, surrogate, token_logprobs
+from ptf.model.chunked import chunk_bytes, cross_entropy, surrogate, tiles_of, token_logprobs
 from ptf.model.divergence import divergence
 from ptf.model.head import Head
+from ptf.model.kernels.choice import Kernels
 from ptf.model.sampling import Edges, LogitsProcessing, nucleus, restrict
 from tests.gpu_rehearsal.host_syncs import HostSyncs
 from tests.gpu_rehearsal.step import loss_kernel
@@ -63,11 +63,10 @@ def loss_of(name: str, x: Tensor, head: Head, softcap: float | None, top_p: floa
 
 def run(name: str, softcap: float | None = None, top_p: float = 1.0, gradients: bool = True) -> dict[str, Any]:
     """What a loss does on the pretend GPU."""
-    projection._compiled_loss = lambda: loss_kernel  # in a process of its own
     with FakeTensorMode():
         x = torch.empty(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(VOCABULARY, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        head = Head(weight, VOCABULARY, softcap)
+        head = Head(weight, VOCABULARY, softcap, kernels=Kernels(loss_of_rows=loss_kernel))
         with HostSyncs() as found, Seen() as seen, torch.set_grad_enabled(gradients):
             loss = loss_of(name, x, head, softcap, top_p)
             if gradients:
@@ -75,7 +74,7 @@ def run(name: str, softcap: float | None = None, top_p: float = 1.0, gradients: 
         return {
             "operators": dict(seen.operators),
             "bytes": seen.bytes,
-            "chunks": len(list(chunks_of(TOKENS, head))),  # each is one block
+            "chunks": len(list(tiles_of(TOKENS, head))),  # each is one block
             "syncs": dict(found.counts),
         }
 

@@ -18,12 +18,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptf.model import chunked, projection
+from ptf.model import chunked, loss_workspace
 from ptf.model import head as head_module
 from ptf.model.chunked import cross_entropy, surrogate, token_logprobs
 from ptf.model.divergence import Divergence, divergence, divergence_of_top, top_logprobs
 from ptf.model.head import Head
-from ptf.model.projection import Chunks
+from ptf.model.kernels.choice import Kernels
+from ptf.model.kernels.elementwise import loss_of_rows
+from ptf.model.loss_workspace import Tiles
 from ptf.model.sampling import LogitsProcessing
 from tests.bounds import ROUNDINGS, excess, traced
 from tests.model.ranks import two_ranks
@@ -76,7 +78,7 @@ class Problem:
             return None if t is None else t[part].clone()
 
         def on_rank(h):
-            return replace(h, weight=cut(h.weight), bias=cut(h.bias), first=part.start, group=dist.group.WORLD)
+            return replace(h, weight=cut(h.weight), bias=cut(h.bias), vocab_start=part.start, group=dist.group.WORLD)
 
         self.head, self.teacher = on_rank(self.head), on_rank(self.teacher)
         return self
@@ -216,7 +218,7 @@ CANCELLED = [  # gradients that all but cancel: random examples that failed whil
 def test_values_and_gradients_equal_dense_whatever_the_chunks(name, problem, rows):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "CHUNK_BYTES", 4 * len(problem.head.weight) * rows)
-        patch.setattr(projection, "BLOCK_BYTES", 4 * len(problem.head.weight) * (rows // 2))
+        patch.setattr(loss_workspace, "BLOCK_BYTES", 4 * len(problem.head.weight) * (rows // 2))
         assert apart(name, problem, problem) <= ROUNDINGS
 
 
@@ -384,9 +386,9 @@ def test_bf16_is_as_near_as_its_gemms_and_chunks_add_up_in_fp32(name, monkeypatc
     leaves = problem.leaves()
     value, *gradients = results(problem.dense, name, leaves)
     # all at once; one position a chunk
-    for chunk, block in ((chunked.CHUNK_BYTES, projection.BLOCK), (4 * len(problem.head.weight), 7)):
+    for chunk, block in ((chunked.CHUNK_BYTES, loss_workspace.BLOCK), (4 * len(problem.head.weight), 7)):
         monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
-        monkeypatch.setattr(projection, "BLOCK", block)
+        monkeypatch.setattr(loss_workspace, "BLOCK", block)
         found, *mine = results(problem.ours, name, leaves)
         assert found.item() == pytest.approx(value.item(), rel=1e-2, abs=1e-2)
         assert gap(mine, gradients) <= 2e-2
@@ -409,7 +411,7 @@ class WideGemms(TorchDispatchMode):
 @pytest.fixture
 def fp32_from_the_gemm(monkeypatch):
     """A GPU's way through the head."""
-    for module in (head_module, projection):
+    for module in (head_module, loss_workspace):
         monkeypatch.setattr(module, "sums_in_fp32", lambda x: x.dtype == torch.bfloat16)
     with WideGemms():
         yield
@@ -502,7 +504,7 @@ def test_no_tensor_is_larger_than_a_chunk_and_the_heads_gradient_is_not_copied(n
     problem = Problem(shape=(4, 501), vocab=500, padding=12, share=1.0, temperature=0.7, softcap=30.0, dtype=dtype)
     chunk = 4 * 64 * len(problem.teacher.weight)
     monkeypatch.setattr(chunked, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(projection, "BLOCK", 100)
+    monkeypatch.setattr(loss_workspace, "BLOCK", 100)
     leaves = problem.leaves()
     with Seen() as seen:
         torch.autograd.grad(problem.ours(name), leaves)
@@ -518,15 +520,15 @@ def test_no_tensor_is_larger_than_a_chunk_and_the_heads_gradient_is_not_copied(n
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_blocks_of_a_chunk_change_no_bit(name, dtype, monkeypatch):
-    """Chunks of 50 rows in blocks of 1, 7, 50 and more; the bias, which is a sum over rows, differs by rounding."""
+    """Tiles of 50 rows in blocks of 1, 7, 50 and more; the bias, which is a sum over rows, differs by rounding."""
     found, sizes = [], []
-    take = Chunks.__iter__
+    take = Tiles.__iter__
 
-    def noted(chunks: Chunks):
+    def noted(chunks: Tiles):
         sizes.append(chunks.rows)
         return take(chunks)
 
-    monkeypatch.setattr(Chunks, "__iter__", noted)
+    monkeypatch.setattr(Tiles, "__iter__", noted)
     for rows in (1, 7, 50, 1000):
         problem = Problem(shape=(4, 41), vocab=60, padding=4, share=0.9, temperature=0.7, softcap=30.0, dtype=dtype)
         columns = len(problem.head.weight)
@@ -548,7 +550,7 @@ def test_blocks_of_a_chunk_change_no_bit(name, dtype, monkeypatch):
 
 @given(positions=st.integers(0, 60), size=st.integers(1, 30), rows=st.integers(1, 30))
 def test_blocks_are_all_positions_in_order_and_each_in_one_chunk(positions, size, rows):
-    chunks = Chunks(positions, size, min(rows, size))
+    chunks = Tiles(positions, size, min(rows, size))
     blocks = list(chunks)
     assert [i for block in blocks for i in range(block.start, block.stop)] == list(range(positions))
     for block in blocks:
@@ -689,13 +691,12 @@ def test_the_loss_that_a_gpu_compiles_is_the_loss(monkeypatch, dtype, rows):
 
     def loss(*rows: Tensor) -> Tensor:
         kernels.append(len(rows[0]))
-        return projection.loss_of_rows(*rows)
+        return loss_of_rows(*rows)
 
     def found(compiled: bool) -> list[Tensor]:
-        monkeypatch.setattr(projection, "_compiled_loss", lambda: loss)
-        monkeypatch.setattr(projection.Projection, "fuses_loss", compiled)
+        monkeypatch.setattr(loss_workspace.LossWorkspace, "fuses_loss", compiled)
         x, weight = (t.clone().requires_grad_() for t in drawn)
-        value = cross_entropy(x, Head(weight, 31), targets, weights)
+        value = cross_entropy(x, Head(weight, 31, kernels=Kernels(loss_of_rows=loss)), targets, weights)
         return [value.detach(), *torch.autograd.grad(value, (x, weight))]
 
     expected, one = found(False), found(True)

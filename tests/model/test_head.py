@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptf.model import projection
+from ptf.model import loss_workspace
 from ptf.model.head import Head
 from ptf.model.sampling import LogitsProcessing
 from ptf.model.scalar import Scalar
@@ -47,7 +47,7 @@ def test_logits_of_bf16_are_fp32():
 
 @pytest.mark.parametrize(("first", "rows", "real"), [(0, 40, 31), (0, 20, 20), (20, 20, 11), (32, 8, 0), (0, 31, 31)])
 def test_the_rows_of_a_rank_that_are_not_padding(first, rows, real):
-    assert Head(torch.zeros(rows, DIM), VOCAB, first=first).real == real
+    assert Head(torch.zeros(rows, DIM), VOCAB, vocab_start=first).real == real
 
 
 def gathered(cut: int) -> torch.Tensor:
@@ -82,16 +82,16 @@ def test_a_sum_over_a_group_is_that_of_its_ranks_and_alone_the_value(monkeypatch
     asked = []
     monkeypatch.setattr(dist, "all_reduce", lambda value, group: asked.append(group) or value.mul_(2))
     value = torch.ones(3)
-    assert projection.summed(value, None) is value
+    assert loss_workspace.summed(value, None) is value
     assert value.tolist() == [1, 1, 1]
-    assert projection.summed(value, "a group") is value  # type: ignore[arg-type]
+    assert loss_workspace.summed(value, "a group") is value  # type: ignore[arg-type]
     assert value.tolist() == [2, 2, 2]
     assert asked == ["a group"]
 
 
 def test_a_nucleus_needs_the_whole_vocabulary_and_nothing_else_does():
     head = Head(torch.zeros(ROWS, DIM), VOCAB, group=object())  # type: ignore[arg-type]
-    x, chunks = torch.zeros(2, DIM), projection.Chunks(2, 2, 2)
-    assert projection.Projection(x, head, chunks).head is head
+    x, chunks = torch.zeros(2, DIM), loss_workspace.Tiles(2, 2, 2)
+    assert loss_workspace.LossWorkspace(x, head, chunks).head is head
     with pytest.raises(NotImplementedError, match=r"rollout\.top_p.*sharded over ranks"):
-        projection.Projection(x, head, chunks, LogitsProcessing(top_p=0.5))
+        loss_workspace.LossWorkspace(x, head, chunks, LogitsProcessing(top_p=0.5))

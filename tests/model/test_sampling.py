@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import TopPLogitsWarper
 
 from ptf.model.chunked import surrogate, token_logprobs
-from ptf.model.projection import Chunks, Projection
+from ptf.model.loss_workspace import LossWorkspace, Tiles
 from ptf.model.sampling import NEVER, ROUNDING, Edges, LogitsProcessing, nucleus, restrict
 from tests.bounds import ROUNDINGS, Traced, excess
 from tests.model.ranks import two_ranks
@@ -210,4 +210,4 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="states"):
         ask(HOWS["allowed"])
     with pytest.raises(NotImplementedError, match=r"rollout\.top_p"):
-        Projection(problem.x.flatten(0, 1), replace(problem.head, group=object()), Chunks(0, 1, 1), HOWS["nucleus"])
+        LossWorkspace(problem.x.flatten(0, 1), replace(problem.head, group=object()), Tiles(0, 1, 1), HOWS["nucleus"])

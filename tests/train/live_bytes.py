@@ -35,7 +35,7 @@ from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.model import bridge, chunked, decoder, moe, projection, recompute
+from ptf.model import bridge, chunked, decoder, loss_workspace, moe, recompute
 from ptf.model.kernels import attention
 from ptf.model.kernels.choice import Kernels
 from ptf.model.layers import LayerFactory
@@ -150,7 +150,7 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.setattr(chunked, "rows_of_a_block", lambda columns: 1 << 40)  # a chunk is one block
         # a CPU pads the rows of experts, whose number it must know
         patch.setattr(moe, "_filled_up", lambda x, ends, expert: (x, ends, expert, None))
-        patch.setattr(projection, "BLOCK_BYTES", projection.CUDA_BLOCK_BYTES)
+        patch.setattr(loss_workspace, "BLOCK_BYTES", loss_workspace.CUDA_BLOCK_BYTES)
         yield
 
 

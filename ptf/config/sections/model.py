@@ -73,8 +73,8 @@ class ModelConfig(Section):
     """Components of your own, by a pattern of ptf's module names (`layers.*.mlp`, `layers.0.attn`). Each is constructed
     in place of the class there, with that class's arguments."""
     head: Plugin | None = None
-    """An output head of your own, with its loss (ptf.model.custom_head);
-    its tensors are exported to `head.safetensors`."""
+    """An output head of your own, with its loss (docs/components.md); its tensors are exported to
+    `head.safetensors`."""
     lora: LoraConfig | None = None
     """Train adapters (LoRA). The run writes them to `adapter` (PEFT), and the merged model to `model`: each adapter is
     added in fp32 to the weight as the checkpoint stores it, and the sum is rounded once, to the checkpoint's dtype."""

@@ -16,7 +16,7 @@ from ptf.model.config import DecoderConfig
 from ptf.model.kernels import matrix_product
 from ptf.model.kernels.attention import Attend, inside_documents
 from ptf.model.kernels.delta_rule import Chunks, chunked
-from ptf.model.kernels.elementwise import clamped, gated, normalised
+from ptf.model.kernels.elementwise import clamped, compiled_loss, gated, normalised
 from ptf.model.kernels.fused import Flash, Flash4, Setting, fla_rule, liger_gate, packages_of
 from ptf.model.rope import Table, rotate
 from ptf.varlen import Varlen
@@ -51,6 +51,8 @@ class Kernels:
     """What the modules of a model compute with."""
 
     linear: Callable[..., Tensor] = matrix_product.linear  # of x, a weight [out, in], and a bias if there is one
+    multiply: Callable[..., None] = matrix_product.multiply  # of two matrices, to where a third one is
+    loss_of_rows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = compiled_loss  # on a GPU, in 16 bits
     normalise: Callable[[Tensor, Tensor, float, bool], Tensor] = normalised
     gate: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] = gated
     clamped_gate: Callable[[float, Tensor, Tensor], Tensor] = clamped

@@ -1,6 +1,8 @@
-"""What lies between the products of matrices: norms and gates, in PyTorch."""
+"""What lies between the products of matrices: norms, gates, and the loss of logits."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,3 +41,29 @@ def clamped(clamp: float, gate: Tensor, up: Tensor) -> Tensor:
     """Compute the gate of GPT-OSS: (up + 1) · gate · sigmoid(1.702 gate), of values that are clamped first."""
     gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     return (up + 1) * (gate * torch.sigmoid(SWISH * gate))
+
+
+def loss_of_rows(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """Return the targets' log-probs [n] of logits [n, V], and write the gradient of −Σ weights · log-prob with respect
+    to the logits to `out`, in its dtype."""
+    logprobs = logits.log_softmax(-1)
+    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    out.copy_((logprobs.exp() - hit.to(logits.dtype)) * weights[:, None])
+    return logprobs.gather(1, targets[:, None]).squeeze(1)
+
+
+LOSSES = 64  # compiled at most: for each vocabulary and dtype
+
+
+@functools.cache
+def _compiled_loss() -> Callable[..., Tensor]:
+    compiler: Any = torch.compile  # whose type knows no recompile_limit yet
+    return compiler(loss_of_rows, dynamic=False, recompile_limit=LOSSES)
+
+
+def compiled_loss(*rows: Tensor) -> Tensor:
+    """Compute `loss_of_rows` compiled for any number of rows, so that softmax, exponential, subtraction and product are
+    no passes of their own over the logits (docs/gpu_status.md)."""
+    for tensor in rows:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return _compiled_loss()(*rows)

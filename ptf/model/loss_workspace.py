@@ -1,5 +1,5 @@
-"""The output projection applied to hidden states chunk by chunk: it computes log-probs, and takes the gradients of
-logits back.
+"""What a loss over logits works in: the output projection is applied to hidden states chunk by chunk, gives log-probs,
+and takes the gradients of logits back.
 
 The same few buffers serve every chunk, and everything after the GEMM happens in them in place, on a CPU a block of
 rows at a time, which its cache holds from the logits to their gradients. With 16 bits on CUDA,
@@ -8,9 +8,8 @@ comes after them.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ptf.model.head import Head, sums_in_fp32
-from ptf.model.kernels.matrix_product import multiply
 from ptf.model.sampling import NEVER, NO_LOGITS_PROCESSING, ROUNDING, LogitsProcessing, nucleus, restrict
 
 # logits of a thread that are a block on a CPU: its cache holds them. Probabilities that entropies are summed over at a
@@ -58,24 +56,12 @@ def blocks(values: Tensor, size: int) -> list[slice]:
     return [slice(i, min(i + few, len(values))) for i in range(0, len(values), few)]
 
 
-def loss_of_rows(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-    """Return the targets' log-probs [n] of logits [n, V], and write the gradient of −Σ weights · log-prob with respect
-    to the logits to `out`, in its dtype."""
-    logprobs = logits.log_softmax(-1)
-    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    out.copy_((logprobs.exp() - hit.to(logits.dtype)) * weights[:, None])
-    return logprobs.gather(1, targets[:, None]).squeeze(1)
-
-
-LOSSES = 64  # compiled at most: for each vocabulary and dtype
-
-
-@functools.cache
-def _compiled_loss() -> Callable[..., Tensor]:
-    """Compile `loss_of_rows` for any number of rows, so that softmax, exponential, subtraction and product are no
-    passes of their own over the logits (docs/gpu_status.md)."""
-    compiler: Any = torch.compile  # whose type knows no recompile_limit yet
-    return compiler(loss_of_rows, dynamic=False, recompile_limit=LOSSES)
+def columns_of(ids: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Return the columns of tokens in this rank's part of the vocabulary and 1; any column and 0 where another rank has
+    a token."""
+    here = ids - head.vocab_start
+    at = here if head.group is None else here.clamp(0, len(head.weight) - 1)
+    return at, (here == at).float()
 
 
 def rows_of_a_block(columns: int) -> int:
@@ -84,7 +70,7 @@ def rows_of_a_block(columns: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class Tiles:
     """Positions in chunks of `size`, whose logits one GEMM computes, and each chunk in blocks of `rows`.
 
     Iteration yields the blocks.
@@ -105,10 +91,11 @@ class Chunks:
         return slice(start, min(start + self.size, self.positions))
 
 
-class Projection:
-    """A head applied to x [N, D] chunk by chunk, and the gradients that come back.
+class LossWorkspace:
+    """The buffers of a head that is applied to x [N, D] chunk by chunk, and the gradients that come back.
 
-    The blocks of `chunks` are taken once each, in their order: the first of a chunk computes the chunk's logits, the
+    `targets` [N] are the tokens that are measured, and `trie_states` [N, 1 + k] those of the trie `processing.edges`.
+    The blocks of `tiles` are taken once each, in their order: the first of a chunk computes the chunk's logits, the
     last one adds the chunk's gradients.
 
     Its buffers are made once: on a CPU, the page faults of a fresh 64 MiB cost as much as two passes over it (28 ms
@@ -119,7 +106,7 @@ class Projection:
         self,
         x: Tensor,
         head: Head,
-        chunks: Chunks,
+        tiles: Tiles,
         processing: LogitsProcessing = NO_LOGITS_PROCESSING,
         targets: Tensor | None = None,
         trie_states: Tensor | None = None,
@@ -137,14 +124,16 @@ class Projection:
             )
         self.x, self.head, self.processing, self.targets, self.trie_states = x, head, processing, targets, trie_states
         self.edges = None if processing.edges is None else processing.edges.to(x.device)
+        if targets is not None:
+            self.at, self.counts = columns_of(targets, head)
         # of every position, after all blocks (`nucleus`); 0 without a nucleus
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device)
-        self.chunks, self.chunk = chunks, slice(0, 0)  # the chunk whose logits the buffer holds
-        size, rows = min(chunks.size, len(x)), len(head.weight)
+        self.tiles, self.chunk = tiles, slice(0, 0)  # the chunk whose logits the buffer holds
+        size, rows = min(tiles.size, len(x)), len(head.weight)
         self.fused = sums_in_fp32(x)
         # what the GEMMs read and write; where they write logits in fp32, they read gradients only
         self.narrow = x.new_empty(size if any(needs) or not self.fused else 0, rows)
-        self.rows = size if self.fused else min(chunks.rows, size)
+        self.rows = size if self.fused else min(tiles.rows, size)
         self.spare: Tensor | None = None  # a block of probabilities
         self.slope = self.new_block() if head.softcap is not None and any(needs) else None
         sums = torch.promote_types(x.dtype, torch.float32)
@@ -166,19 +155,42 @@ class Projection:
 
     @property
     def fuses_loss(self) -> bool:
-        """Return whether `cross_entropy` can compute this head's loss: on a GPU in 16 bits, where nothing changes the
+        """Whether one kernel can compute this head's loss: on a GPU in 16 bits, where nothing changes the
         logits and no other rank has a part of them."""
         changed = self.head.softcap is not None or self.head.bias is not None or self.head.group is not None
         return self.fused and not changed and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
 
-    def cross_entropy(self, block: slice, targets: Tensor, weights: Tensor) -> Tensor:
+    def measure(self, weights: Tensor | None = None, *, entropies: bool = True) -> tuple[Tensor, ...]:
+        """Return the targets' log-probs, and with `entropies` the entropies and the slacks, fp32 [N] each.
+
+        With `weights` [N], add the gradients of −Σ weights · log-prob.
+        """
+        picked = torch.empty(len(self.x), dtype=torch.float32, device=self.x.device)
+        entropy = torch.empty_like(picked)
+        for block in self.tiles:
+            if weights is not None and not entropies and self.fuses_loss:
+                picked[block] = self._fused_loss(block, weights[block])
+                continue
+            logprobs = self.logprobs(block)
+            picked[block] = logprobs.gather(1, self.at[block, None]).squeeze(1) * self.counts[block]
+            if entropies:
+                entropy[block] = self.entropies(logprobs, leave_probabilities=weights is not None)
+            elif weights is not None:
+                self.probabilities(logprobs, out=logprobs)
+            if weights is not None:
+                self.accumulate(block, self.subtract_targets(block, logprobs), weights[block])
+        picked = summed(picked, self.head.group)
+        return (picked, summed(entropy, self.head.group), self.slack) if entropies else (picked,)
+
+    def subtract_targets(self, block: slice, values: Tensor) -> Tensor:
+        """Subtract 1 at each target of `values` [n, V], in place."""
+        return values.scatter_add_(1, self.at[block, None], -self.counts[block, None])
+
+    def _fused_loss(self, block: slice, weights: Tensor) -> Tensor:
         """Return the log-probs of a block's targets, fp32 [n], and add the block's contribution to the gradients of
         −Σ weights · log-prob; see `fuses_loss`."""
         logits = self._logits(block)
-        rows = logits, targets, weights, self.narrow[self._place(block)]
-        for tensor in rows:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        picked = _compiled_loss()(*rows)
+        picked = self.head.kernels.loss_of_rows(logits, self.at[block], weights, self.narrow[self._place(block)])
         self._add_after(block)
         return picked
 
@@ -206,12 +218,12 @@ class Projection:
         if self.fused:
             torch.mm(x, weight.t(), out_dtype=torch.float32, out=self.wide[:n])
         else:
-            multiply(x, weight.t(), self.narrow[:n])
+            self.head.kernels.multiply(x, weight.t(), self.narrow[:n])
         self.chunk = chunk
 
     def _logits(self, block: slice) -> Tensor:
         """Return the logits of a block, fp32 [n, V], as they are sampled from, in the buffer."""
-        if (chunk := self.chunks.of(block)) != self.chunk:
+        if (chunk := self.tiles.of(block)) != self.chunk:
             self._multiply(chunk)
         head, n, place = self.head, block.stop - block.start, self._place(block)
         if self.fused or self.wide is self.narrow:
@@ -228,7 +240,7 @@ class Projection:
         if scale != 1.0:
             logits *= scale
         if self.edges is not None and self.trie_states is not None:
-            restrict(logits, self.trie_states[block], self.edges, head.first)
+            restrict(logits, self.trie_states[block], self.edges, head.vocab_start)
         logits[:, head.real :] = NEVER
         return logits
 
@@ -273,11 +285,11 @@ class Projection:
             return
         chunk, grad = self.chunk, self.narrow[: self.chunk.stop - self.chunk.start]
         if self.dx is not None:
-            multiply(grad, self.head.weight, self.dx[chunk])
+            self.head.kernels.multiply(grad, self.head.weight, self.dx[chunk])
         if self.dweight is None:
             return
         if self.dweight.dtype == grad.dtype:
-            multiply(grad.t(), self.x[chunk], self.dweight, add=chunk.start > 0)
+            self.head.kernels.multiply(grad.t(), self.x[chunk], self.dweight, add=chunk.start > 0)
         elif self.fused:
             torch.addmm(self.dweight, grad.t(), self.x[chunk], out_dtype=torch.float32, out=self.dweight)
         else:
