@@ -67,7 +67,7 @@ NO_EFFECT = "without effect"
 
 def same(right: Family, wrong: Family, config: dict[str, Any]) -> bool:
     """Whether a family reads this config as another one does."""
-    return replace(right, config=wrong.config) == wrong and right.config(config) == wrong.config(config)
+    return replace(right, decoder=wrong.decoder) == wrong and right.config(config) == wrong.config(config)
 
 
 @torch.no_grad()

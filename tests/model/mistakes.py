@@ -45,7 +45,7 @@ class Mistake:
 
 def mapped(change: Callable[[DecoderConfig], DecoderConfig]) -> Callable[[Family], Family]:
     """Apply `change` to the result of the family's config mapping."""
-    return lambda family: replace(family, config=lambda c: change(family.config(c)))
+    return lambda family: replace(family, decoder=lambda c: change(family.decoder(c)))
 
 
 def fields(**values: Any) -> Callable[[Family], Family]:

@@ -112,7 +112,7 @@ def test_a_setting_that_changes_the_model_is_read_or_refused(model_type: str) ->
 def test_a_setting_that_a_mapping_ignores_is_found(key: str, value: Any) -> None:
     """The negative control."""
     llama = family_of({"model_type": "llama"})
-    deaf = replace(llama, config=lambda c: llama.config({**c, key: value}))
+    deaf = replace(llama, decoder=lambda c: llama.decoder({**c, key: value}))
     c = AutoConfig.for_model(**llama.random_config(random.Random(1))).to_dict() | {key: value}
     assert ignored(deaf, c) == {(key,)}
     assert not ignored(llama, c)

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
 
 from ptf.errors import UserError
 from ptf.model.checkpoint_mapping import Concatenate, TensorMapping
+from ptf.model.config import DecoderConfig
+from ptf.model.families.settings import Config, Settings, raise_if_unsupported
 
 MODULES = {  # model_type → the file of its family
     "llama": "llama",
@@ -47,10 +48,11 @@ class Family:
     """One model family: the mapping of its configs and tensor names."""
 
     model_type: str
-    # config.json → DecoderConfig; raises UserError naming every setting that is not implemented
-    config: Callable[[Mapping[str, Any]], Any]
+    decoder: Callable[[Config], DecoderConfig]  # of a config.json that has the defaults
     mappings: tuple[TensorMapping, ...]
-    random_config: Callable[[random.Random], dict[str, Any]]  # a random config.json for the verifier
+    random_config: Callable[[random.Random], Settings]  # a small random config.json for the verifier
+    defaults: Config = field(default_factory=dict)  # the reference's settings where a config.json has none
+    only: Config = field(default_factory=dict)  # settings of which this value alone is implemented
     # the mappings for checkpoints that store each expert by itself, in families whose `mappings` are for stacked ones
     per_expert: tuple[TensorMapping, ...] = ()
     prefix: str = ""  # prefix of all names of the language model in a checkpoint
@@ -60,7 +62,13 @@ class Family:
     # of a layer after the last, which predicts further tokens
     carried: tuple[str, ...] = ()
 
-    def carries(self, name: str, config: Mapping[str, Any]) -> bool:
+    def config(self, c: Config) -> DecoderConfig:
+        """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+        c = {**self.defaults, **c}
+        raise_if_unsupported(c, **self.only)
+        return self.decoder(c)
+
+    def carries(self, name: str, config: Config) -> bool:
         """Return whether a tensor of a checkpoint with this config.json is copied to the export unchanged.
 
         Rotary frequencies are, which older checkpoints store and nothing reads.
@@ -84,7 +92,7 @@ class Family:
         return [mapping.sized(shapes) if isinstance(mapping, Concatenate) else mapping for mapping in mappings]
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Config) -> Family:
     """Return the family of a config.json. Raise UserError, naming the nearest, for one that is not supported."""
     model_type = str(config.get("model_type"))
     if model_type not in MODULES:

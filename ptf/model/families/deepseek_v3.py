@@ -8,16 +8,14 @@ The layers after the last, which predict further tokens, are copied to the expor
 
 import math
 import random
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ptf.model.checkpoint_mapping import Bits, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Latent, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope
 from ptf.model.families.names import ATTENTION, EXPERTS, LAYER, MLP, NORMS, OUTER
-from ptf.model.families.settings import biases, common, raise_if_unsupported, rope
+from ptf.model.families.settings import Config, Settings, biases, common, raise_if_unsupported, rope
 
 MIXTURES: tuple[TensorMapping, ...] = (
     *MLP,
@@ -51,7 +49,7 @@ MAPPINGS: tuple[TensorMapping, ...] = (
 )
 GLM_MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MIXTURES)
 CARRIED = ("model.layers.{mtp}.",)
-DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
+DEFAULTS: Config = {  # the reference's where a config.json has none
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,
@@ -68,7 +66,7 @@ DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
     "rope_interleave": True,
     "max_position_embeddings": 4096,
 }
-LITE_DEFAULTS: Mapping[str, Any] = {
+LITE_DEFAULTS: Config = {
     **DEFAULTS,
     "n_routed_experts": 64,
     "num_experts_per_tok": 4,
@@ -81,7 +79,7 @@ LITE_DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 202_752,
 }
-GLM_DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
+GLM_DEFAULTS: Config = {  # the reference's where a config.json has none
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,
@@ -96,7 +94,7 @@ GLM_DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has n
 }
 
 
-def mixture(c: Mapping[str, Any]) -> MoE:
+def mixture(c: Config) -> MoE:
     """Map the experts of a config.json with the keys of DeepSeek-V3.
 
     The reference has no load-balancing loss: its weight is 0, unless `router_aux_loss_coef` is set.
@@ -117,7 +115,7 @@ def mixture(c: Mapping[str, Any]) -> MoE:
     )
 
 
-def _scale(c: Mapping[str, Any], dim: int) -> float:
+def _scale(c: Config, dim: int) -> float:
     """Return the factor of query-key products: YaRN's mscale, squared, is part of it."""
     parameters = c.get("rope_parameters") or c.get("rope_scaling") or {}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -126,7 +124,7 @@ def _scale(c: Mapping[str, Any], dim: int) -> float:
     return dim**-0.5 * mscale * mscale
 
 
-def latent_config(c: Mapping[str, Any], sparse: list[bool]) -> DecoderConfig:
+def _latent(c: Config, sparse: list[bool]) -> DecoderConfig:
     """Map a config.json whose layers are mixtures of experts where `sparse` says so."""
     # transformers rotates `head_dim` dimensions, if that is set
     raise_if_unsupported(c, num_key_value_heads=c["num_attention_heads"], head_dim=c["qk_rope_head_dim"])
@@ -146,21 +144,17 @@ def latent_config(c: Mapping[str, Any], sparse: list[bool]) -> DecoderConfig:
     )
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {**DEFAULTS, **c}
-    return latent_config(c, [i >= c["first_k_dense_replace"] for i in range(c["num_hidden_layers"])])
+def _decoder(c: Config) -> DecoderConfig:
+    return _latent(c, [i >= c["first_k_dense_replace"] for i in range(c["num_hidden_layers"])])
 
 
-def lite_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json of GLM-4.7-Flash."""
-    c = {**LITE_DEFAULTS, **c}
+def _lite(c: Config) -> DecoderConfig:
     types = c.get("mlp_layer_types") or ["dense", *["sparse"] * (c["num_hidden_layers"] - 1)]
     raise_if_unsupported(c, {"mlp_layer_types": sorted(set(types) - {"dense", "sparse"})})
-    return latent_config(c, [kind == "sparse" for kind in types])
+    return _latent(c, [kind == "sparse" for kind in types])
 
 
-def random_experts(r: random.Random) -> dict[str, Any]:
+def random_experts(r: random.Random) -> Settings:
     """Return random settings of the experts."""
     experts, groups, top_groups, top_k = r.choice(
         [(4, 1, 1, 2), (6, 1, 1, 3), (8, 4, 2, 3), (8, 2, 1, 2), (12, 3, 2, 3)]
@@ -178,8 +172,7 @@ def random_experts(r: random.Random) -> dict[str, Any]:
     }
 
 
-def random_latent_config(r: random.Random, model_type: str = "deepseek_v3") -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_latent(r: random.Random, model_type: str = "deepseek_v3") -> Settings:
     c = random_dense_config(
         r,
         model_type,
@@ -198,17 +191,14 @@ def random_latent_config(r: random.Random, model_type: str = "deepseek_v3") -> d
     return c | {"rope_parameters": random_rope(r, "yarn") | yarn if r.random() < 0.6 else random_rope(r, "default")}
 
 
-def random_lite_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json of GLM-4.7-Flash for the verifier."""
-    c = random_latent_config(r, "glm4_moe_lite")
+def _random_lite(r: random.Random) -> Settings:
+    c = _random_latent(r, "glm4_moe_lite")
     sparse = r.choice([["dense", "sparse"], ["sparse", "dense"], ["sparse", "sparse"]])
     del c["first_k_dense_replace"]
     return c if r.random() < 0.3 else c | {"mlp_layer_types": (2 * sparse)[: c["num_hidden_layers"]]}
 
 
-def glm_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {**GLM_DEFAULTS, **c}
+def _glm(c: Config) -> DecoderConfig:
     table = rope(c, partial=0.5)
     return DecoderConfig(
         **common(c),
@@ -219,8 +209,7 @@ def glm_config(c: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def random_glm_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_glm(r: random.Random) -> Settings:
     share = r.choice([{}, {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}])
     c = random_dense_config(
         r, "glm4_moe", use_qk_norm=r.random() < 0.5, first_k_dense_replace=r.choice([0, 1]), **random_experts(r)
@@ -228,11 +217,8 @@ def random_glm_config(r: random.Random) -> dict[str, Any]:
     return c | {"rope_parameters": c["rope_parameters"] | share}
 
 
-DEEPSEEK = Family("deepseek_v3", config, MAPPINGS, random_latent_config, carried=CARRIED)
 FAMILIES = {
-    "deepseek_v3": DEEPSEEK,
-    "glm4_moe_lite": replace(
-        DEEPSEEK, model_type="glm4_moe_lite", config=lite_config, random_config=random_lite_config
-    ),
-    "glm4_moe": Family("glm4_moe", glm_config, GLM_MAPPINGS, random_glm_config, carried=CARRIED),
+    "deepseek_v3": Family("deepseek_v3", _decoder, MAPPINGS, _random_latent, DEFAULTS, carried=CARRIED),
+    "glm4_moe_lite": Family("glm4_moe_lite", _lite, MAPPINGS, _random_lite, LITE_DEFAULTS, carried=CARRIED),
+    "glm4_moe": Family("glm4_moe", _glm, GLM_MAPPINGS, _random_glm, GLM_DEFAULTS, carried=CARRIED),
 }

@@ -3,19 +3,25 @@ and keys of each head. Three of four layers have a sliding window (32B), and tho
 where no window is set at all (1.2B), every layer has them."""
 
 import random
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ptf.model.checkpoint_mapping import TensorMapping
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_types
 from ptf.model.families.names import ATTENTION, MLP, OUTER, POST_NORMS
-from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, types_of_layers
+from ptf.model.families.settings import (
+    Config,
+    Settings,
+    common,
+    layers_by_type,
+    raise_if_unsupported,
+    rope,
+    types_of_layers,
+)
 
 MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *MLP, *POST_NORMS)
-DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
+DEFAULTS: Config = {  # the reference's where a config.json has none
     "num_key_value_heads": 32,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
@@ -24,9 +30,7 @@ DEFAULTS: Mapping[str, Any] = {  # the reference's where a config.json has none
 }
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {**DEFAULTS, **c}
+def _decoder(c: Config) -> DecoderConfig:
     window, pattern, types = c["sliding_window"], c["sliding_window_pattern"], c.get("layer_types")
     counted = isinstance(pattern, int) and pattern > 0
     raise_if_unsupported(
@@ -38,8 +42,6 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
             and (types is None or "sliding_attention" in types)
             and "null without layer_types that are all full_attention",
         },
-        hidden_act="silu",
-        attention_dropout=0,
     )
     table = rope(c)
     whole = table if window is None else replace(table, partial=0.0)
@@ -57,8 +59,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random(r: random.Random) -> Settings:
     c = random_dense_config(
         r, "exaone4", sliding_window=r.choice([3, 8, 20, None]), sliding_window_pattern=r.choice([2, 3, 4, "LLLG"])
     )
@@ -72,4 +73,5 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return c | random_types(r, count)
 
 
-FAMILIES = {"exaone4": Family("exaone4", config, MAPPINGS, random_config)}
+ONLY: Config = {"hidden_act": "silu", "attention_dropout": 0}
+FAMILIES = {"exaone4": Family("exaone4", _decoder, MAPPINGS, _random, DEFAULTS, ONLY)}

@@ -9,9 +9,6 @@ A multimodal checkpoint trains its language model; the vision tensors are copied
 """
 
 import random
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer
@@ -19,6 +16,8 @@ from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope, random_types, random_wrapper
 from ptf.model.families.names import ATTENTION, LAYER, MLP, OUTER, POST_NORMS, WRAPPER
 from ptf.model.families.settings import (
+    Config,
+    Settings,
     biases,
     common,
     layers_by_type,
@@ -51,12 +50,7 @@ DEFAULTS = {  # the reference's defaults where a config.json has none, as the pu
 }
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {**DEFAULTS, **c}
-    raise_if_unsupported(
-        c, hidden_activation="gelu_pytorch_tanh", attn_logit_softcapping=0, use_bidirectional_attention=False
-    )
+def _decoder(c: Config) -> DecoderConfig:
     pattern = c.get("sliding_window_pattern") or c.get("_sliding_window_pattern") or 6
     by_type = c.get("rope_parameters") or {}
     table = rope(c, by_type.get("full_attention") or c.get("rope_scaling") or {}, 1_000_000.0)
@@ -76,16 +70,14 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def multimodal_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map the text part of a multimodal config.json."""
+def _multimodal(c: Config) -> DecoderConfig:
     text = {**text_part(c, tied=True), "model_type": "gemma3"}
     # the reference ignores this setting in multimodal models
     raise_if_unsupported(c, {"text_config.final_logit_softcapping": text.get("final_logit_softcapping")})
-    return config(text)
+    return TEXT.config(text)
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random(r: random.Random) -> Settings:
     c = random_dense_config(
         r,
         "gemma3_text",
@@ -100,10 +92,9 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return c | {"rope_parameters": {"full_attention": full, "sliding_attention": random_rope(r, "default")}}
 
 
-def random_multimodal_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json of a multimodal model for the verifier."""
+def _random_multimodal(r: random.Random) -> Settings:
     vision = {"model_type": "siglip_vision_model", "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
-    text = random_config(r) | {"final_logit_softcapping": None}
+    text = _random(r) | {"final_logit_softcapping": None}
     return random_wrapper("gemma3", text, vision) | {"mm_tokens_per_image": 4}
 
 
@@ -117,10 +108,7 @@ GEMMA2_DEFAULTS = {  # the reference's, where a config.json has none
 }
 
 
-def gemma2_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {**GEMMA2_DEFAULTS, **c}
-    raise_if_unsupported(c, hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+def _gemma2(c: Config) -> DecoderConfig:
     table, types = rope(c), types_of_layers(c, 2)
     window = Layer(table, c["sliding_window"])
     return DecoderConfig(
@@ -137,8 +125,7 @@ def gemma2_config(c: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def random_gemma2_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_gemma2(r: random.Random) -> Settings:
     c = random_dense_config(
         r,
         "gemma2",
@@ -151,11 +138,10 @@ def random_gemma2_config(r: random.Random) -> dict[str, Any]:
     return c | random_types(r, c["num_hidden_layers"])
 
 
-TEXT = Family("gemma3_text", config, MAPPINGS, random_config)
+ONLY: Config = {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
+TEXT = Family("gemma3_text", _decoder, MAPPINGS, _random, DEFAULTS, ONLY | {"attn_logit_softcapping": 0})
 FAMILIES = {
     "gemma3_text": TEXT,
-    "gemma3": replace(
-        TEXT, model_type="gemma3", config=multimodal_config, random_config=random_multimodal_config, **WRAPPER
-    ),
-    "gemma2": Family("gemma2", gemma2_config, MAPPINGS, random_gemma2_config),
+    "gemma3": Family("gemma3", _multimodal, MAPPINGS, _random_multimodal, **WRAPPER),
+    "gemma2": Family("gemma2", _gemma2, MAPPINGS, _random_gemma2, GEMMA2_DEFAULTS, ONLY),
 }

@@ -5,15 +5,13 @@ Published checkpoints hold the experts in MXFP4; they are dequantised as they ar
 """
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from ptf.model.checkpoint_mapping import Interleave, Rename, TensorMapping, Transpose
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope, random_types
 from ptf.model.families.names import ATTENTION, LAYER, NORMS, OUTER
-from ptf.model.families.settings import biases, common, layers_by_type, rope, types_of_layers
+from ptf.model.families.settings import Config, Settings, biases, common, layers_by_type, rope, types_of_layers
 
 OURS = "layers.{i}.moe.experts."
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -44,9 +42,7 @@ YARN = {
 }
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {**DEFAULTS, **c}
+def _decoder(c: Config) -> DecoderConfig:
     table = rope(c, c.get("rope_parameters") or c.get("rope_scaling") or YARN, 150_000.0)
     full, window = Layer(table, moe=True), Layer(table, c["sliding_window"], moe=True)
     moe = MoE(
@@ -66,8 +62,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random(r: random.Random) -> Settings:
     experts = r.choice([4, 5, 8])
     c = random_dense_config(
         r,
@@ -82,4 +77,4 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return c | random_types(r, c["num_hidden_layers"])
 
 
-FAMILIES = {"gpt_oss": Family("gpt_oss", config, MAPPINGS, random_config)}
+FAMILIES = {"gpt_oss": Family("gpt_oss", _decoder, MAPPINGS, _random, DEFAULTS)}

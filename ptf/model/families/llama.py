@@ -10,35 +10,36 @@ a sliding window.
 """
 
 import random
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_types
 from ptf.model.families.names import DENSE
-from ptf.model.families.settings import biases, common, layers_by_type, raise_if_unsupported, rope
+from ptf.model.families.settings import (
+    SILU,
+    Config,
+    Settings,
+    biases,
+    common,
+    layers_by_type,
+    rope,
+)
 
 
-def llama_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {"max_position_embeddings": 2048, **c}  # the reference's default where a config.json has none
-    raise_if_unsupported(c, hidden_act="silu")
+def _llama(c: Config) -> DecoderConfig:
     layers = (Layer(rope(c)),) * c["num_hidden_layers"]
     return DecoderConfig(**common(c), **biases(c), layers=layers, mlp_bias=c.get("mlp_bias", False))
 
 
-def random_llama_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_llama(r: random.Random) -> Settings:
     return random_dense_config(r, "llama", attention_bias=r.random() < 0.3, mlp_bias=r.random() < 0.3)
 
 
-def granite_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+def _granite(c: Config) -> DecoderConfig:
     return replace(
-        llama_config(c),
+        _llama(c),
         embed_scale=float(c.get("embedding_multiplier", 1.0)),
         residual_scale=float(c.get("residual_multiplier", 1.0)),
         attention_scale=float(c.get("attention_multiplier", 1.0)),
@@ -46,8 +47,7 @@ def granite_config(c: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def random_granite_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_granite(r: random.Random) -> Settings:
     return random_dense_config(
         r,
         "granite",
@@ -60,14 +60,11 @@ def random_granite_config(r: random.Random) -> dict[str, Any]:
     )
 
 
-def seed_oss_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288, **c}  # the reference's defaults
-    return replace(llama_config(c), qkv_bias=c.get("attention_bias", True), out_bias=c.get("attention_out_bias", False))
+def _seed_oss(c: Config) -> DecoderConfig:
+    return replace(_llama(c), qkv_bias=c.get("attention_bias", True), out_bias=c.get("attention_out_bias", False))
 
 
-def random_seed_oss_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_seed_oss(r: random.Random) -> Settings:
     bias = {} if r.random() < 0.5 else {"attention_bias": r.random() < 0.5}
     return random_dense_config(
         r,
@@ -80,10 +77,7 @@ def random_seed_oss_config(r: random.Random) -> dict[str, Any]:
     )
 
 
-def smollm3_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {"num_key_value_heads": 4, "tie_word_embeddings": True, **c}  # the reference's defaults
-    raise_if_unsupported(c, hidden_act="silu")
+def _smollm3(c: Config) -> DecoderConfig:
     count, every = c["num_hidden_layers"], c.get("no_rope_layer_interval", 4)
     rotates = c.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]  # 1: it has positions
     if len(rotates) < count:
@@ -106,8 +100,7 @@ def smollm3_config(c: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def random_smollm3_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_smollm3(r: random.Random) -> Settings:
     c = random_dense_config(
         r,
         "smollm3",
@@ -122,9 +115,12 @@ def random_smollm3_config(r: random.Random) -> dict[str, Any]:
     return c | r.choice([{"no_rope_layer_interval": r.choice([2, 3])}, {"no_rope_layers": listed}])
 
 
+DEFAULTS: Config = {"max_position_embeddings": 2048}
+SEED_DEFAULTS: Config = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}
+SMOLLM_DEFAULTS: Config = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 FAMILIES = {
-    "llama": Family("llama", llama_config, DENSE, random_llama_config),
-    "granite": Family("granite", granite_config, DENSE, random_granite_config),
-    "seed_oss": Family("seed_oss", seed_oss_config, DENSE, random_seed_oss_config),
-    "smollm3": Family("smollm3", smollm3_config, DENSE, random_smollm3_config),
+    "llama": Family("llama", _llama, DENSE, _random_llama, DEFAULTS, SILU),
+    "granite": Family("granite", _granite, DENSE, _random_granite, DEFAULTS, SILU),
+    "seed_oss": Family("seed_oss", _seed_oss, DENSE, _random_seed_oss, SEED_DEFAULTS, SILU),
+    "smollm3": Family("smollm3", _smollm3, DENSE, _random_smollm3, SMOLLM_DEFAULTS, SILU),
 }

@@ -8,15 +8,22 @@ transformers 5.10 scales those of all layers (https://github.com/huggingface/tra
 """
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_types
 from ptf.model.families.names import ATTENTION, LAYER, MLP, OUTER, POST_NORMS
-from ptf.model.families.settings import biases, common, layers_by_type, raise_if_unsupported, rope, types_of_layers
+from ptf.model.families.settings import (
+    SILU,
+    Config,
+    Settings,
+    biases,
+    common,
+    layers_by_type,
+    rope,
+    types_of_layers,
+)
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
@@ -27,11 +34,10 @@ MAPPINGS: tuple[TensorMapping, ...] = (
 )
 
 
-def decoder(c: Mapping[str, Any], layers: tuple[Layer, ...]) -> DecoderConfig:
+def decoder(c: Config, layers: tuple[Layer, ...]) -> DecoderConfig:
     """Return what OLMo 2 and OLMo 3 share, with these layers."""
-    raise_if_unsupported(c, hidden_act="silu")
     return DecoderConfig(
-        **common({"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, **c}),
+        **common(c),
         layers=layers,
         qk_width_norm=True,
         **biases(c),
@@ -40,33 +46,29 @@ def decoder(c: Mapping[str, Any], layers: tuple[Layer, ...]) -> DecoderConfig:
     )
 
 
-def olmo2_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+def _olmo2(c: Config) -> DecoderConfig:
     return decoder(c, (Layer(rope(c)),) * c["num_hidden_layers"])
 
 
-def random_olmo2_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_olmo2(r: random.Random) -> Settings:
     return random_dense_config(r, "olmo2", attention_bias=r.random() < 0.3)
 
 
-def olmo3_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    c = {"sliding_window": 4096, **c}
+def _olmo3(c: Config) -> DecoderConfig:
     table = rope(c)
     plain = Layer(Rope(table.theta), c["sliding_window"])
     types = types_of_layers(c, 4)
     return decoder(c, layers_by_type(c, types, full_attention=Layer(table), sliding_attention=plain))
 
 
-def random_olmo3_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_olmo3(r: random.Random) -> Settings:
     c = random_dense_config(r, "olmo3", attention_bias=r.random() < 0.3, sliding_window=r.choice([3, 8, 20]))
     c["num_hidden_layers"] = r.choice([2, 4, 5])
     return c | random_types(r, c["num_hidden_layers"])
 
 
+DEFAULTS: Config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096}
 FAMILIES = {
-    "olmo2": Family("olmo2", olmo2_config, MAPPINGS, random_olmo2_config),
-    "olmo3": Family("olmo3", olmo3_config, MAPPINGS, random_olmo3_config),
+    "olmo2": Family("olmo2", _olmo2, MAPPINGS, _random_olmo2, DEFAULTS, SILU),
+    "olmo3": Family("olmo3", _olmo3, MAPPINGS, _random_olmo3, DEFAULTS, SILU),
 }

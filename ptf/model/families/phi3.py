@@ -6,15 +6,13 @@ document; and dropout.
 """
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope
 from ptf.model.families.names import LAYER, NORMS, OUTER
-from ptf.model.families.settings import common, raise_if_unsupported, rope
+from ptf.model.families.settings import SILU, Config, Settings, common, raise_if_unsupported, rope
 
 ATTN, MLP = "layers.{i}.attn.", "layers.{i}.mlp."
 MAPPINGS: tuple[TensorMapping, ...] = (
@@ -27,18 +25,15 @@ MAPPINGS: tuple[TensorMapping, ...] = (
 )
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
+def _decoder(c: Config) -> DecoderConfig:
     parameters = c.get("rope_parameters") or c.get("rope_scaling") or {}
     kind = parameters.get("rope_type") or parameters.get("type") or "default"  # Phi-3 calls longrope su and yarn, too
-    raise_if_unsupported(c, {"rope_type": kind != "default" and kind}, hidden_act="silu")
+    raise_if_unsupported(c, {"rope_type": kind != "default" and kind})
     layer = Layer(rope(c, parameters, partial=1.0), c.get("sliding_window"))
-    c = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, **c}
     return DecoderConfig(**common(c), layers=(layer,) * c["num_hidden_layers"])
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random(r: random.Random) -> Settings:
     partial = r.choice([{}, {"partial_rotary_factor": r.choice([0.5, 0.75])}])
     return random_dense_config(
         r,
@@ -49,4 +44,5 @@ def random_config(r: random.Random) -> dict[str, Any]:
     )
 
 
-FAMILIES = {"phi3": Family("phi3", config, MAPPINGS, random_config)}
+DEFAULTS: Config = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+FAMILIES = {"phi3": Family("phi3", _decoder, MAPPINGS, _random, DEFAULTS, SILU)}

@@ -2,16 +2,22 @@
 beside a shared expert that is scaled by a gate."""
 
 import random
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config
 from ptf.model.families.names import DENSE, EXPERTS, LAYER
-from ptf.model.families.settings import common, layers_by_type, raise_if_unsupported, rope, sparse_layers
+from ptf.model.families.settings import (
+    SILU,
+    Config,
+    Settings,
+    common,
+    layers_by_type,
+    rope,
+    sparse_layers,
+)
 
 SHARED: tuple[TensorMapping, ...] = (
     Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
@@ -24,9 +30,7 @@ SHARED: tuple[TensorMapping, ...] = (
 MAPPINGS: tuple[TensorMapping, ...] = (*DENSE, *SHARED, *EXPERTS)
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    raise_if_unsupported(c, hidden_act="silu")
+def _decoder(c: Config) -> DecoderConfig:
     slides = c.get("use_sliding_window", False)
     types = c.get("layer_types") or [
         "sliding_attention" if slides and not i % 2 and i < c.get("max_window_layers", 28) else "full_attention"
@@ -52,8 +56,7 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random(r: random.Random) -> Settings:
     sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
     windows = r.choice([{}, {"use_sliding_window": True, "sliding_window": r.choice([3, 8]), "max_window_layers": 2}])
     c = random_dense_config(
@@ -74,4 +77,4 @@ def random_config(r: random.Random) -> dict[str, Any]:
     return c | r.choice([{}, types])
 
 
-FAMILIES = {"qwen2_moe": Family("qwen2_moe", config, MAPPINGS, random_config)}
+FAMILIES = {"qwen2_moe": Family("qwen2_moe", _decoder, MAPPINGS, _random, only=SILU)}

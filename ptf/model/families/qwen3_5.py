@@ -11,7 +11,7 @@ are copied to the export unchanged.
 """
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,10 +24,11 @@ from ptf.model.families.members import random_dense_config, random_wrapper
 from ptf.model.families.names import DENSE, EXPERTS, LAYER, inside
 from ptf.model.families.qwen2_moe import SHARED
 from ptf.model.families.settings import (
+    Config,
+    Settings,
     biases,
     common,
     layers_by_type,
-    raise_if_unsupported,
     rope,
     sparse_layers,
     text_part,
@@ -61,9 +62,26 @@ DEFAULTS = {  # the reference's defaults where a config.json has none
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+MOE_DEFAULTS: Config = {
+    **DEFAULTS,
+    "intermediate_size": 0,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+}
+NEXT_DEFAULTS: Config = {
+    **MOE_DEFAULTS,
+    "intermediate_size": 5632,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+}
 
 
-def gated_delta(c: Mapping[str, Any], *, fused: bool) -> GatedDelta:
+def gated_delta(c: Config, *, fused: bool) -> GatedDelta:
     """Return the sizes of linear attention. Raise UserError for heads of values that are no multiple of the keys'."""
     keys, values = c["linear_num_key_heads"], c["linear_num_value_heads"]
     if values % keys:
@@ -72,10 +90,8 @@ def gated_delta(c: Mapping[str, Any], *, fused: bool) -> GatedDelta:
     return GatedDelta(keys, values, *sizes, fused=fused)
 
 
-def hybrid_config(c: Mapping[str, Any], *, fused: bool, moe: MoE | None = None) -> DecoderConfig:
+def _hybrid(c: Config, *, fused: bool, moe: MoE | None = None) -> DecoderConfig:
     """Map a config.json with linear attention; experts, if there are any, are in every layer."""
-    c = {**DEFAULTS, **c}
-    raise_if_unsupported(c, hidden_act="silu", attn_output_gate=True)
     full = Layer(rope(c, partial=PARTIAL), moe=moe is not None)
     types = types_of_layers(c, c.get("full_attention_interval") or 4, "linear_attention")
     return DecoderConfig(
@@ -90,31 +106,32 @@ def hybrid_config(c: Mapping[str, Any], *, fused: bool, moe: MoE | None = None) 
     )
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    return hybrid_config(c, fused=False)
+def _decoder(c: Config) -> DecoderConfig:
+    return _hybrid(c, fused=False)
 
 
-def moe_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json with experts; raise UserError for settings that are not implemented."""
-    moe = MoE(
-        experts=c.get("num_experts", 256),
-        top_k=c.get("num_experts_per_tok", 8),
-        intermediate_size=c.get("moe_intermediate_size", 512),
-        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
-        shared_intermediate_size=c.get("shared_expert_intermediate_size", 512),
+def _experts(c: Config, normalise: bool = True) -> MoE:
+    return MoE(
+        experts=c["num_experts"],
+        top_k=c["num_experts_per_tok"],
+        intermediate_size=c["moe_intermediate_size"],
+        normalise=normalise,
+        router_aux_loss_coef=c["router_aux_loss_coef"],
+        shared_intermediate_size=c["shared_expert_intermediate_size"],
         shared_gate=True,
     )
-    return hybrid_config({"intermediate_size": 0, "num_key_value_heads": 2, **c}, fused=False, moe=moe)
 
 
-def multimodal(of_text: Callable[[Mapping[str, Any]], DecoderConfig]) -> Callable[[Mapping[str, Any]], DecoderConfig]:
-    """Return the mapping of a multimodal config.json, whose text part `of_text` maps."""
-    return lambda c: of_text(text_part(c))
+def _moe(c: Config) -> DecoderConfig:
+    return _hybrid(c, fused=False, moe=_experts(c))
 
 
-def small_hybrid(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
-    """Return a random config.json of a model with linear attention, small enough to verify in a second."""
+def multimodal(text: Family) -> Callable[[Config], DecoderConfig]:
+    """Return the mapping of a multimodal config.json, whose text part is of a family."""
+    return lambda c: text.config(text_part(c))
+
+
+def _small_hybrid(r: random.Random, model_type: str, **more: Any) -> Settings:
     sizes = {"hidden_size": r.choice([96, 144]), "num_hidden_layers": r.choice([2, 3]), "head_dim": r.choice([16, 32])}
     c = random_dense_config(r, model_type, attention_bias=r.random() < 0.2, **sizes, **more)
     keys = r.choice([1, 2, 3])
@@ -134,12 +151,11 @@ def small_hybrid(r: random.Random, model_type: str, **more: Any) -> dict[str, An
     }
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
-    return small_hybrid(r, "qwen3_5_text")
+def _random(r: random.Random) -> Settings:
+    return _small_hybrid(r, "qwen3_5_text")
 
 
-def small_experts(r: random.Random) -> dict[str, Any]:
+def small_experts(r: random.Random) -> Settings:
     """Return random settings of experts for a small config.json."""
     return {
         "num_experts": r.choice([4, 6, 8]),
@@ -150,18 +166,16 @@ def small_experts(r: random.Random) -> dict[str, Any]:
     }
 
 
-def random_moe_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json of a model with experts for the verifier."""
-    c = small_hybrid(r, "qwen3_5_moe_text", **small_experts(r))
+def _random_moe(r: random.Random) -> Settings:
+    c = _small_hybrid(r, "qwen3_5_moe_text", **small_experts(r))
     return {key: value for key, value in c.items() if key != "intermediate_size"}
 
 
-def random_multimodal_config(
+def _random_multimodal(
     r: random.Random,
-    text_config: Callable[[random.Random], dict[str, Any]] = random_config,
+    text_config: Callable[[random.Random], Settings] = _random,
     model_type: str = "qwen3_5",
-) -> dict[str, Any]:
-    """Return a small random config.json of a multimodal model for the verifier."""
+) -> Settings:
     text = text_config(r)
     text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}
     sizes = {"depth": 1, "num_heads": 2, "patch_size": 4, "num_position_embeddings": 16}
@@ -169,26 +183,15 @@ def random_multimodal_config(
     return random_wrapper(model_type, text, vision)
 
 
-def next_config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    moe = MoE(
-        experts=c.get("num_experts", 512),
-        top_k=c.get("num_experts_per_tok", 10),
-        intermediate_size=c.get("moe_intermediate_size", 512),
-        normalise=c.get("norm_topk_prob", True),
-        router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
-        shared_intermediate_size=c.get("shared_expert_intermediate_size", 512),
-        shared_gate=True,
-    )
-    found = hybrid_config({"intermediate_size": 5632, "num_key_value_heads": 2, **c}, fused=True, moe=moe)
-    sparse = sparse_layers(c, moe.experts)
+def _next(c: Config) -> DecoderConfig:
+    found = _hybrid(c, fused=True, moe=_experts(c, c["norm_topk_prob"]))
+    sparse = sparse_layers(c, found.experts)
     return replace(found, layers=tuple(replace(k, moe=m) for k, m in zip(found.layers, sparse, strict=True)))
 
 
-def random_next_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random_next(r: random.Random) -> Settings:
     sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
-    return small_hybrid(r, "qwen3_next", norm_topk_prob=r.random() < 0.6, **small_experts(r), **sparse)
+    return _small_hybrid(r, "qwen3_next", norm_topk_prob=r.random() < 0.6, **small_experts(r), **sparse)
 
 
 # the experts are tensors of their own as transformers saves them, and stacked in published multimodal checkpoints
@@ -204,23 +207,26 @@ STACKED_MAPPINGS: tuple[TensorMapping, ...] = (
     Rename("layers.{i}.moe.experts.down_proj", f"{LAYER}mlp.experts.down_proj"),
 )
 WITHOUT_TEXT = ("mtp.", "model.visual.")
+ONLY: Config = {"hidden_act": "silu", "attn_output_gate": True}
+TEXT = Family("qwen3_5_text", _decoder, MAPPINGS, _random, DEFAULTS, ONLY, carried=("mtp.",))
+MOE = Family("qwen3_5_moe_text", _moe, MOE_MAPPINGS, _random_moe, MOE_DEFAULTS, ONLY, carried=("mtp.",))
 FAMILIES = {
-    "qwen3_5_text": Family("qwen3_5_text", config, MAPPINGS, random_config, carried=("mtp.",)),
-    "qwen3_5_moe_text": Family("qwen3_5_moe_text", moe_config, MOE_MAPPINGS, random_moe_config, carried=("mtp.",)),
+    "qwen3_5_text": TEXT,
+    "qwen3_5_moe_text": MOE,
     "qwen3_5": Family(
         "qwen3_5",
-        multimodal(config),
+        multimodal(TEXT),
         inside(MAPPINGS, "language_model"),
-        random_multimodal_config,
+        _random_multimodal,
         carried=WITHOUT_TEXT,
     ),
     "qwen3_5_moe": Family(
         "qwen3_5_moe",
-        multimodal(moe_config),
+        multimodal(MOE),
         inside(STACKED_MAPPINGS, "language_model"),
-        partial(random_multimodal_config, text_config=random_moe_config, model_type="qwen3_5_moe"),
+        partial(_random_multimodal, text_config=_random_moe, model_type="qwen3_5_moe"),
         per_expert=inside(MOE_MAPPINGS, "language_model"),
         carried=WITHOUT_TEXT,
     ),
-    "qwen3_next": Family("qwen3_next", next_config, MOE_MAPPINGS, random_next_config, carried=("mtp.",)),
+    "qwen3_next": Family("qwen3_next", _next, MOE_MAPPINGS, _random_next, NEXT_DEFAULTS, ONLY, carried=("mtp.",)),
 }

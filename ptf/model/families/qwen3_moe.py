@@ -1,15 +1,21 @@
 """Qwen3-MoE (`Qwen3MoeForCausalLM`): Qwen3 whose MLPs are mixtures of experts, in all layers or some."""
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from ptf.model.checkpoint_mapping import Rename, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config
 from ptf.model.families.names import DENSE, EXPERTS, LAYER
-from ptf.model.families.settings import biases, common, raise_if_unsupported, rope, sparse_layers
+from ptf.model.families.settings import (
+    SILU,
+    Config,
+    Settings,
+    biases,
+    common,
+    rope,
+    sparse_layers,
+)
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *DENSE,
@@ -18,9 +24,7 @@ MAPPINGS: tuple[TensorMapping, ...] = (
 )
 
 
-def config(c: Mapping[str, Any]) -> DecoderConfig:
-    """Map a config.json to a DecoderConfig; raise UserError for settings that are not implemented."""
-    raise_if_unsupported(c, hidden_act="silu")
+def _decoder(c: Config) -> DecoderConfig:
     table, window = rope(c), c.get("sliding_window", 4096) if c.get("use_sliding_window") else None
     experts = c.get("num_experts", c.get("num_local_experts", 128))
     layers = tuple(Layer(table, window, moe) for moe in sparse_layers(c, experts))
@@ -31,12 +35,10 @@ def config(c: Mapping[str, Any]) -> DecoderConfig:
         normalise=c.get("norm_topk_prob", False),
         router_aux_loss_coef=c.get("router_aux_loss_coef", 0.001),
     )
-    c = {"num_key_value_heads": 4, **c}
     return DecoderConfig(**common(c), layers=layers, qk_norm=True, **biases(c), moe=moe)
 
 
-def random_config(r: random.Random) -> dict[str, Any]:
-    """Return a small random config.json for the verifier."""
+def _random(r: random.Random) -> Settings:
     experts = r.choice([4, 6, 8])
     sparse = r.choice([{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
     return random_dense_config(
@@ -53,4 +55,5 @@ def random_config(r: random.Random) -> dict[str, Any]:
     )
 
 
-FAMILIES = {"qwen3_moe": Family("qwen3_moe", config, MAPPINGS, random_config)}
+DEFAULTS: Config = {"num_key_value_heads": 4}  # the reference's where a config.json has none
+FAMILIES = {"qwen3_moe": Family("qwen3_moe", _decoder, MAPPINGS, _random, DEFAULTS, SILU)}

@@ -7,8 +7,12 @@ from typing import Any
 from ptf.errors import UserError
 from ptf.model.config import Layer, Rope
 
+Config = Mapping[str, Any]  # a config.json
+Settings = dict[str, Any]  # a config.json that is being made
+SILU: Config = {"hidden_act": "silu"}
 
-def raise_if_unsupported(c: Mapping[str, Any], found: Mapping[str, Any] | None = None, **only: Any) -> None:
+
+def raise_if_unsupported(c: Config, found: Config | None = None, **only: Any) -> None:
     """Raise UserError naming every setting of a config.json that ptf does not implement.
 
     These are the settings of `only` that have another value than the one given here, and those of `found` that are
@@ -22,8 +26,8 @@ def raise_if_unsupported(c: Mapping[str, Any], found: Mapping[str, Any] | None =
 
 
 def rope(
-    c: Mapping[str, Any],
-    parameters: Mapping[str, Any] | None = None,
+    c: Config,
+    parameters: Config | None = None,
     theta: float = 10_000.0,
     partial: float | None = None,
 ) -> Rope:
@@ -53,7 +57,7 @@ def rope(
     return Rope(base, kind, parameters.get("factor", 1.0), partial=share)
 
 
-def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
+def _yarn_scale(factor: float, parameters: Config) -> float:
     """Return the attention factor (YaRN, eq. 22): 0.1 ln(factor) + 1, unless the config gives another."""
 
     def at(m):
@@ -66,14 +70,14 @@ def _yarn_scale(factor: float, parameters: Mapping[str, Any]) -> float:
     return at(1.0)
 
 
-def types_of_layers(c: Mapping[str, Any], every: int, others: str = "sliding_attention") -> Sequence[str]:
+def types_of_layers(c: Config, every: int, others: str = "sliding_attention") -> Sequence[str]:
     """Return the `layer_types` of a config.json; without them, full attention in every so many-th layer."""
     return c.get("layer_types") or [
         others if (i + 1) % every else "full_attention" for i in range(c["num_hidden_layers"])
     ]
 
 
-def layers_by_type(c: Mapping[str, Any], types: Sequence[str], **kinds: Layer) -> tuple[Layer, ...]:
+def layers_by_type(c: Config, types: Sequence[str], **kinds: Layer) -> tuple[Layer, ...]:
     """Return the layers by their `layer_types`; `kinds` are the types that there are."""
     raise_if_unsupported(c, {"layer_types": sorted(set(types) - set(kinds))})
     if len(types) != c["num_hidden_layers"]:
@@ -84,24 +88,24 @@ def layers_by_type(c: Mapping[str, Any], types: Sequence[str], **kinds: Layer) -
     return tuple(kinds[t] for t in types)
 
 
-def sparse_layers(c: Mapping[str, Any], experts: int) -> list[bool]:
+def sparse_layers(c: Config, experts: int) -> list[bool]:
     """Return which layers are mixtures of experts, by Qwen's `mlp_only_layers` and `decoder_sparse_step`."""
     dense, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
     return [i not in dense and experts > 0 and (i + 1) % step == 0 for i in range(c["num_hidden_layers"])]
 
 
-def text_part(c: Mapping[str, Any], tied: bool = False) -> dict[str, Any]:
+def text_part(c: Config, tied: bool = False) -> Settings:
     """Return the config of a multimodal model's language model, whose head is `tied` where neither part says."""
     text = c["text_config"]
     return {**text, "tie_word_embeddings": c.get("tie_word_embeddings", text.get("tie_word_embeddings", tied))}
 
 
-def biases(c: Mapping[str, Any], default: bool = False) -> dict[str, Any]:
+def biases(c: Config, default: bool = False) -> Settings:
     """Return the fields of DecoderConfig that `attention_bias` sets; `default` is what it is where it is left out."""
     return dict.fromkeys(("qkv_bias", "out_bias"), c.get("attention_bias", default))
 
 
-def common(c: Mapping[str, Any]) -> dict[str, Any]:
+def common(c: Config) -> Settings:
     """Return the fields of DecoderConfig that every family's config.json holds under the same keys."""
     return {
         "vocab": c["vocab_size"],
