@@ -49,24 +49,14 @@ class ActivationBytes:
         return saved[mode]
 
 
-class _FusedAttention(Function):
-    """Attention that saves what fused kernels save: queries, keys, values, output, and a log-sum-exp for each query
-    and head."""
+class _Saving(Function):
+    """A function of tensors that saves `kept`, and if told so its output, which has no values."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+    def forward(ctx: Any, kept: list[Tensor], shape: torch.Size, output: bool, *tensors: Tensor) -> Tensor:
+        out = tensors[0].new_empty(shape)
+        ctx.save_for_backward(*kept, *[out] * output)
         return out
-
-
-class _Compiled(Function):
-    """A compiled function of tensors: it saves `kept`, and its output, as large as its first tensor, has no values."""
-
-    @staticmethod
-    def forward(ctx: Any, kept: list[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*kept)
-        return tensors[0].new_empty(tensors[0].shape)
 
 
 def as_compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -83,7 +73,7 @@ def as_compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             kept = [table.to(x.dtype) for table in tensors[1:]]
         elif function is normalised:
             kept = [*tensors, x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))]
-        return cast("Tensor", _Compiled.apply(kept, *tensors))
+        return cast("Tensor", _Saving.apply(kept, x.shape, False, *tensors))
 
     return call
 
@@ -211,8 +201,9 @@ class CountedAttend:
             self.packed.chunks = self.packed.chunks.to(torch.device(device))
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See Attend."""
-        return cast("Tensor", _FusedAttention.apply(q, k, v))
+        """Save what fused kernels save: queries, keys, values, output, and a log-sum-exp for each query and head."""
+        kept = [q, k, v, q.new_empty(q.shape[:-1], dtype=torch.float32)]
+        return cast("Tensor", _Saving.apply(kept, (*q.shape[:-1], v.shape[-1]), True, q, k, v))
 
     def delta(self, layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """See Attend."""

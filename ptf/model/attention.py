@@ -7,7 +7,7 @@ from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig
 from ptf.model.kernels.attention import Attend
-from ptf.model.layers import LayerFactory
+from ptf.model.layers import LayerFactory, RMSNorm
 from ptf.model.rope import Table
 
 
@@ -27,11 +27,11 @@ class Attention(nn.Module):
         self.v_proj = factory.linear(f"{path}.v_proj", c.dim, c.kv_heads * c.head_dim, c.qkv_bias)
         self.o_proj = factory.linear(f"{path}.o_proj", c.heads * c.head_dim, c.dim, c.out_bias)
         self.gated = c.attention_gate
-        of_head, of_width = (factory.norm if wanted else nn.Identity for wanted in (c.qk_norm, c.qk_width_norm))
-        self.q_norm = of_head(c.head_dim, c.norm_eps, c.norm_offset)
-        self.k_norm = of_head(c.head_dim, c.norm_eps, c.norm_offset)
-        self.q_width_norm = of_width(c.heads * c.head_dim, c.norm_eps)
-        self.k_width_norm = of_width(c.kv_heads * c.head_dim, c.norm_eps)
+        of_head, of_width = (RMSNorm if wanted else nn.Identity for wanted in (c.qk_norm, c.qk_width_norm))
+        self.q_norm = of_head(c.head_dim, c.norm_eps, c.norm_offset, factory.kernels)
+        self.k_norm = of_head(c.head_dim, c.norm_eps, c.norm_offset, factory.kernels)
+        self.q_width_norm = of_width(c.heads * c.head_dim, c.norm_eps, False, factory.kernels)
+        self.k_width_norm = of_width(c.kv_heads * c.head_dim, c.norm_eps, False, factory.kernels)
         self.sinks = Parameter(torch.zeros(c.heads)) if c.sinks else None
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:

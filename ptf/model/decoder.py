@@ -14,7 +14,7 @@ from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head
 from ptf.model.kernels.attention import Attend
 from ptf.model.latent_attention import LatentAttention
-from ptf.model.layers import MLP, LayerFactory
+from ptf.model.layers import MLP, LayerFactory, RMSNorm
 from ptf.model.mapped_model import MappedModel
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
     def __init__(self, c: DecoderConfig, layer: int, factory: LayerFactory, path: str) -> None:
         super().__init__()
-        norm = partial(factory.norm, c.dim, c.norm_eps, c.norm_offset)
+        norm = partial(RMSNorm, c.dim, c.norm_eps, c.norm_offset, factory.kernels)
         self.residual_scale = c.residual_scale
         self.attn_norm = norm() if c.pre_norm else nn.Identity()
         kind = GatedDeltaNet if c.layers[layer].delta else LatentAttention if c.latent else Attention
@@ -71,14 +71,14 @@ class Decoder(MappedModel):
     def __init__(self, config: DecoderConfig, factory: LayerFactory | None = None) -> None:
         super().__init__()
         self.factory = factory = factory or LayerFactory()
-        self.kernels = factory.kernels
         if factory.pattern("head"):
             config = replace(config, head="custom")
         self.config = c = replace(config, tied=config.tied and config.head == "lm")
+        self.kernels, self.attention = factory.kernels, factory.kernels.attention(c)
         # `nn.Embedding` would draw its weights, for which torch imports its compiler on the meta device
         self.embed = nn.Embedding.from_pretrained(torch.empty(c.padded, c.dim), freeze=False)
         self.layers = nn.ModuleList(Block(c, i, factory, f"layers.{i}") for i in range(len(c.layers)))
-        self.norm = factory.norm(c.dim, c.norm_eps, c.norm_offset)
+        self.norm = RMSNorm(c.dim, c.norm_eps, c.norm_offset, factory.kernels)
         self.head = factory.component("head", projection, c, factory, "head")
         if c.tied:
             self.head.weight = self.embed.weight
@@ -113,10 +113,6 @@ class Decoder(MappedModel):
         if c.logit_scale != 1.0 and c.head == "lm":
             x = x * c.logit_scale
         return head_fn(x, self.output())
-
-    def attention(self, segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> Attend:
-        """Return the attention of a batch, inside its documents."""
-        return self.kernels.attention(self.config, segments, positions, varlen)
 
     def attention_name(self, device: torch.device) -> str:
         """See Model."""

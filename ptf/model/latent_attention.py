@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ptf.model.config import DecoderConfig
 from ptf.model.kernels.attention import Attend
-from ptf.model.layers import LayerFactory
+from ptf.model.layers import LayerFactory, RMSNorm
 from ptf.model.rope import Table
 
 
@@ -32,11 +32,11 @@ class LatentAttention(nn.Module):
             self.q_proj = factory.linear(f"{path}.q_proj", c.dim, c.heads * c.head_dim)
         else:
             self.q_a_proj = factory.linear(f"{path}.q_a_proj", c.dim, rank, c.qkv_bias)
-            self.q_a_norm = factory.norm(rank, c.latent.norm_eps, c.norm_offset)
+            self.q_a_norm = RMSNorm(rank, c.latent.norm_eps, c.norm_offset, factory.kernels)
             self.q_b_proj = factory.linear(f"{path}.q_b_proj", rank, c.heads * c.head_dim)
         self.to_queries = ("q_proj",) if rank is None else ("q_a_proj", "q_a_norm", "q_b_proj")  # one after the other
         self.kv_a_proj = factory.linear(f"{path}.kv_a_proj", c.dim, width + c.latent.rotated, c.qkv_bias)
-        self.kv_a_norm = factory.norm(width, c.latent.norm_eps, c.norm_offset)
+        self.kv_a_norm = RMSNorm(width, c.latent.norm_eps, c.norm_offset, factory.kernels)
         each = c.head_dim - c.latent.rotated + c.value_dim
         self.kv_b_proj = factory.linear(f"{path}.kv_b_proj", width, c.heads * each)
         self.o_proj = factory.linear(f"{path}.o_proj", c.heads * c.value_dim, c.dim, c.out_bias)

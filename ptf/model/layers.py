@@ -40,10 +40,6 @@ class LayerFactory:
         self.quantise_weight(linear, "weight", f"{path}.weight")
         return linear
 
-    def norm(self, dim: int, eps: float, offset: bool = False) -> "RMSNorm":
-        """Construct a norm; see RMSNorm."""
-        return RMSNorm(dim, eps, offset, self.kernels)
-
     def quantise_weight(self, module: nn.Module, weight: str, name: str) -> None:
         """Hold a weight of a module in four bits, if the weight of this unified name is to be held so."""
         if self.quantised is not None and (form := self.quantised(name)):
@@ -69,7 +65,7 @@ class RMSNorm(nn.Module):
     scale is 1 + weight, in fp32.
     """
 
-    def __init__(self, dim: int, eps: float, offset: bool = False, kernels: Kernels = PLAIN) -> None:
+    def __init__(self, dim: int, eps: float, offset: bool, kernels: Kernels) -> None:
         super().__init__()
         self.weight = Parameter(torch.zeros(dim) if offset else torch.ones(dim))
         self.eps, self.offset, self.kernels = eps, offset, kernels

@@ -35,8 +35,8 @@ from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.model import bridge, chunked, decoder, loss_workspace, moe, recompute
-from ptf.model.kernels import attention
+from ptf.model import bridge, chunked, loss_workspace, moe, recompute
+from ptf.model.kernels import attention, choice
 from ptf.model.kernels.choice import Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.sharding import parallelize
@@ -143,8 +143,7 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.setattr(attention, "_compiled_flex", lambda: fused_attention)
         # on a GPU the host's copy is elsewhere: here it is nowhere
         patch.setattr(recompute, "to_host", lambda x: partial(torch.empty, x.shape, dtype=x.dtype))
-        flex = staticmethod(lambda segments, positions, varlen=None: attention.Flex(segments, positions))
-        patch.setattr(decoder.Decoder, "attention", flex)
+        patch.setattr(choice, "inside_documents", lambda s, p, v=None: attention.Flex(s, p))
         patch.setattr(chunked, "chunk_bytes", lambda device: of_gpu)
         patch.setattr(chunked, "logit_bytes", lambda head: 4)
         patch.setattr(chunked, "rows_of_a_block", lambda columns: 1 << 40)  # a chunk is one block

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ptf.model.kernels.delta_rule import CPU_CHUNK, GPU_CHUNK, Chunks, Spans, convolve
 from ptf.model.kernels.document_mask import BLOCK, DocumentMasks
+from ptf.varlen import Varlen
 
 
 class Attend(Protocol):
@@ -268,6 +269,6 @@ class Flex(InsideDocuments):
         return out[: self.sequences, :, : self.length].transpose(1, 2)
 
 
-def inside_documents(segments: Tensor, positions: Tensor) -> Attend:
+def inside_documents(segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> Attend:
     """Return the attention of a batch: FlexAttention on CUDA, dense batches of documents elsewhere."""
     return Flex(segments, positions) if segments.is_cuda else PerDocument(segments, positions)

@@ -110,11 +110,9 @@ class Kernels:
 
         return replace(self, normalise=normalise, gate=gate, clamped_gate=compiler(clamped), rotate=turn, compiled=True)
 
-    def attention(self, c: DecoderConfig, segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> Attend:
-        """Return the attention of a batch of a model, inside its documents."""
-        if self.flash is not None and self.flash.obstacle(c) is None:
-            return self.flash(segments, positions, varlen)
-        return inside_documents(segments, positions)
+    def attention(self, c: DecoderConfig) -> Callable[[Tensor, Tensor, Varlen | None], Attend]:
+        """Return what makes the attention of a batch of a model from its segments, its positions and its `Varlen`."""
+        return inside_documents if self.flash is None or self.flash.obstacle(c) else self.flash
 
     def attention_name(self, c: DecoderConfig, device: torch.device) -> str:
         """Return which attention a model uses on a device, for a run's first lines."""

@@ -10,7 +10,7 @@ attention.
 import importlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -57,12 +57,14 @@ def packages_of(setting: Setting, device: torch.device, precision: str) -> dict[
     Raises UserError for a package that is asked for by name and cannot be used, or is installed and cannot be imported.
     """
     found: dict[str, str] = {}
-    for package in get_args(Package) if setting == "auto" else setting:
+    for package in ("flash_attn", "liger_kernel", "fla") if setting == "auto" else setting:
         reason = why_not(package, device, precision)
         if reason is not None and setting != "auto":
             raise UserError(f"train.fused: {package} cannot be used: {reason}. `auto` leaves it out, [] uses nothing")
-        if reason is None and not (setting == "auto" and _only_by_name(package, device)):
+        if reason is None:
             found[package] = cast("str", installed(package))
+    if setting == "auto" and "flash_attn" in found and capability(device) >= HOPPER:
+        del found["flash_attn"]
     if found.keys() >= {"flash_attn", "flash_attn_4"}:
         raise UserError("train.fused: flash_attn and flash_attn_4 both compute attention; name one of them")
     for package, has in found.items():
@@ -87,11 +89,6 @@ def why_not(package: Package, device: torch.device, precision: str) -> str | Non
     if package == "flash_attn_4" and not HOPPER <= capability(device) < AFTER_BLACKWELL:
         return "it trains on GPUs of compute capability 9 to 11"
     return None
-
-
-def _only_by_name(package: Package, device: torch.device) -> bool:
-    """Return whether `auto` leaves a package out."""
-    return package == "flash_attn_4" or (package == "flash_attn" and capability(device) >= HOPPER)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
