@@ -116,7 +116,18 @@ class Decoder(MappedModel):
 
     def attention_name(self, device: torch.device) -> str:
         """See Model."""
-        return self.kernels.attention_name(self.config, device)
+        flash, packages = self.kernels.flash, self.kernels.packages
+        name = flash and f"flash_attn {packages[flash.package]}"
+        if flash is None:
+            softmax = "flex_attention" if device.type == "cuda" else "SDPA per document"
+        elif reason := flash.obstacle(self.config):
+            softmax = f"flex_attention (not {name}: {reason})"
+        else:
+            softmax = f"{name} (flex_attention for documents that share a prefix)"
+        if self.config.delta is None:
+            return softmax
+        rule = f"fla {packages['fla']}" if "fla" in packages else "PyTorch"
+        return f"{softmax}; linear attention in chunks, by {rule}"
 
     @property
     def supports_shared_prefixes(self) -> bool:  # type: ignore[override]

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ptf.model.config import DecoderConfig
 from ptf.model.kernels.choice import PLAIN, Kernels
-from ptf.model.kernels.elementwise import activation
+from ptf.model.kernels.elementwise import ACTIVATIONS
 from ptf.model.lora import Linear, Lora
 from ptf.model.quantised_weights import quantise_weight
 
@@ -83,7 +83,7 @@ class MLP(nn.Module):
         self.gate_proj = factory.linear(f"{path}.gate_proj", c.dim, c.intermediate_size, c.mlp_bias)
         self.up_proj = factory.linear(f"{path}.up_proj", c.dim, c.intermediate_size, c.mlp_bias)
         self.down_proj = factory.linear(f"{path}.down_proj", c.intermediate_size, c.dim, c.mlp_bias)
-        self.activation, self.kernels = activation(c.activation), factory.kernels
+        self.activation, self.kernels = ACTIVATIONS[c.activation], factory.kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [.., dim] for x [.., dim]."""

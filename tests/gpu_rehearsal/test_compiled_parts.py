@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptf.model.decoder import Block
 from ptf.model.families import family_of
-from ptf.model.kernels.choice import Kernels, compiles
+from ptf.model.kernels.choice import Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.rope import rotary, rotate
 
@@ -114,4 +114,5 @@ def test_rotary_embeddings_that_are_not_compiled_are_found(pretend_cuda) -> None
 
 @pytest.mark.parametrize(("setting", "found"), [("auto", (False, True)), (True, (True, True)), (False, (False, False))])
 def test_auto_compiles_on_a_gpu(setting, found) -> None:
-    assert tuple(compiles(setting, torch.device(device)) for device in ("cpu", "cuda")) == found
+    made = (Kernels.of(torch.device(device), "bf16", compiled=setting) for device in ("cpu", "cuda"))
+    assert tuple(kernels.compiled for kernels in made) == found

@@ -25,11 +25,6 @@ Compiler = Callable[[Callable[..., Tensor]], Any]
 ROTATIONS = 64  # compiled at most: for each number of heads, width and dtype, and with and without gradients
 
 
-def compiles(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether `train.compile` compiles on this device."""
-    return device.type == "cuda" if setting == "auto" else setting
-
-
 def by_inductor(function: Callable[..., Tensor]) -> Any:
     """Compile a function for any shape; rotations for any number of rows, because compiled for any shape they
     took almost five times what their bytes need (docs/gpu_status.md)."""
@@ -76,17 +71,15 @@ class Kernels:
 
         Raises UserError for a package that is asked for by name and cannot be used.
         """
-        packages = packages_of(fused, device, precision) | matrix_product.record(device, precision)
-        return (cls().compile() if compiles(compiled, device) else cls()).using(packages)
-
-    def using(self, packages: Mapping[str, str]) -> "Kernels":
-        """Return the same with what these packages compute in place of PyTorch."""
+        packages = packages_of(fused, device, precision)
+        made = cls(packages=packages | matrix_product.record(device, precision))
+        if device.type == "cuda" if compiled == "auto" else compiled:
+            made = made.compile()
         return replace(
-            self,
-            gate=liger_gate if "liger_kernel" in packages else self.gate,
-            delta_rule=fla_rule if "fla" in packages else self.delta_rule,
+            made,
+            gate=liger_gate if "liger_kernel" in packages else made.gate,
+            delta_rule=fla_rule if "fla" in packages else made.delta_rule,
             flash=Flash4 if "flash_attn_4" in packages else Flash if "flash_attn" in packages else None,
-            packages=packages,
         )
 
     def compile(self, compiler: Compiler = by_inductor) -> "Kernels":
@@ -113,20 +106,6 @@ class Kernels:
     def attention(self, c: DecoderConfig) -> Callable[[Tensor, Tensor, Varlen | None], Attend]:
         """Return what makes the attention of a batch of a model from its segments, its positions and its `Varlen`."""
         return inside_documents if self.flash is None or self.flash.obstacle(c) else self.flash
-
-    def attention_name(self, c: DecoderConfig, device: torch.device) -> str:
-        """Return which attention a model uses on a device, for a run's first lines."""
-        name = self.flash and f"flash_attn {self.packages[self.flash.package]}"
-        if self.flash is None:
-            softmax = "flex_attention" if device.type == "cuda" else "SDPA per document"
-        elif reason := self.flash.obstacle(c):
-            softmax = f"flex_attention (not {name}: {reason})"
-        else:
-            softmax = f"{name} (flex_attention for documents that share a prefix)"
-        if c.delta is None:
-            return softmax
-        fla = self.packages.get("fla")
-        return f"{softmax}; linear attention in chunks, by {f'fla {fla}' if fla else 'PyTorch'}"
 
     @property
     def compilation(self) -> str:

@@ -1,7 +1,7 @@
 """What lies between the products of matrices: norms, gates, and the loss of logits."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,14 +13,12 @@ from ptf.model.config import Activation
 SWISH = 1.702  # GPT-OSS: gate · sigmoid(1.702 gate)
 
 
-def activation(name: Activation) -> Callable[[Tensor], Tensor]:
-    """Return the activation function of this name."""
-    return F.silu if name == "silu" else gelu_tanh
-
-
 def gelu_tanh(x: Tensor) -> Tensor:
     """Compute GELU with the tanh approximation."""
     return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
 
 
 def normalised(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
