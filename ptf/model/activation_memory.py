@@ -149,28 +149,12 @@ def activation_bytes(
         if isinstance(block.attn, GatedDeltaNet):  # what the rule computes inside is not saved with `selective`
             outside = _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(0)))
             attention = (attention[0], outside[1])
-        inside = [attention, _feed(block, x, c, ranks)]
+        saved, of_products, *beside = _feed(block, x, c, local, ranks)
     size = c.dim * x.element_size()
     ours = isinstance(block.attn, Attention | LatentAttention)
     attended = _attended(block.attn, local, x.element_size()) if ours else 0
-    everything = sum(n[0] for n in norms) / ranks + sum(i[0] for i in inside)
-    products = sum(i[1] for i in inside) + attended
-    return ActivationBytes(everything, products, size / ranks, *_passing(block, local, x.element_size()))
-
-
-def _passing(block: Block, c: DecoderConfig, element: int) -> tuple[float, float]:
-    """Return the bytes per token that a layer's MLP or mixture of experts holds beside what it saves, at most, in its
-    forward and in its backward pass."""
-    if block.moe is None:  # the gradients of the gate's output, and of one of its inputs
-        return 0.0, 2 * c.intermediate_size * element
-    if not isinstance(block.moe, MixtureOfExperts) or not isinstance(block.moe.experts, Experts):
-        return 0.0, 0.0
-    assert c.moe is not None
-    outputs = c.moe.top_k * c.dim * element
-    # forward: the outputs with their share; with a bias, the products and the biases of their rows. Backward: the
-    # gradients of each row's output with its share, without, and of its share before they are summed.
-    shared = 2 * c.moe.shared_intermediate_size * element
-    return (2 if c.moe.bias else 1) * outputs, max(3 * outputs, shared)
+    everything = sum(n[0] for n in norms) / ranks + attention[0] + saved
+    return ActivationBytes(everything, attention[1] + of_products + attended, size / ranks, *beside)
 
 
 def _attended(attn: Any, local: DecoderConfig, element: int) -> int:
@@ -213,27 +197,37 @@ class CountedAttend:
         return qkv.new_empty(*qkv.shape[:2], c.value_heads, c.value_dim).requires_grad_()
 
 
-def _feed(block: Block, x: Tensor, c: DecoderConfig, ranks: int) -> tuple[float, float]:
-    """Return the bytes of the MLP or of the mixture of experts.
+def _feed(
+    block: Block, x: Tensor, c: DecoderConfig, local: DecoderConfig, ranks: int
+) -> tuple[float, float, float, float]:
+    """Return the bytes per token of a layer's MLP or mixture of experts: what is saved, the outputs of its matrix
+    products, and what it holds beside what is saved, at most, in its forward and in its backward pass.
 
     A rank of a tensor group saves all rows, of which its own experts compute a part.
     """
+    element = x.element_size()
     if block.moe is None:
         mlp = cast("nn.Module", block.mlp)
-        return _run(mlp, lambda: mlp(x.clone()))
+        # backward: the gradients of the gate's output, and of one of its inputs
+        return *_run(mlp, lambda: mlp(x.clone())), 0.0, 2 * local.intermediate_size * element
     if not isinstance(block.moe, MixtureOfExperts) or not isinstance(block.moe.experts, Experts):
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     assert c.moe is not None
+    assert local.moe is not None
     # the meta device supports grouped products in bf16 only
     experts, rows = block.moe.experts.to(torch.bfloat16), TOKENS * c.moe.top_k
     here = torch.empty(rows, c.dim, dtype=torch.bfloat16, requires_grad=True)
     ends, expert = torch.empty(c.moe.experts // ranks, dtype=torch.int32), torch.empty(rows, dtype=torch.int64)
-    inside = [x.element_size() / 2 * n for n in _run(experts, lambda: experts(here.clone(), ends, expert))]
+    inside = [element / 2 * n for n in _run(experts, lambda: experts(here.clone(), ends, expert))]
     # the experts' outputs before they are weighted, the router's probabilities, indices
-    around = rows * c.dim * x.element_size() + 4 * TOKENS * c.moe.experts + 4 * 8 * rows
+    around = rows * c.dim * element + 4 * TOKENS * c.moe.experts + 4 * 8 * rows
     moe = block.moe
     if c.moe.scores == "sigmoid":  # the copies in fp32 of what the router reads, but for that of its weight
         router = _run(moe, lambda: moe._sigmoid_choice(x.clone().flatten(0, 1)))[0]
-        around += TOKENS * router - 4 * moe.router.weight.numel() * (x.element_size() < 4)
+        around += TOKENS * router - 4 * moe.router.weight.numel() * (element < 4)
     shared = (0.0, 0.0) if moe.shared is None else _run(moe, lambda: moe._shared(x.clone()))
-    return inside[0] + around / TOKENS + c.dim * x.element_size() + shared[0], inside[1] + shared[1]
+    everything = inside[0] + around / TOKENS + c.dim * element + shared[0]
+    # forward: the outputs with their share; with a bias, the products and the biases of their rows. Backward: the
+    # gradients of each row's output with its share, without, and of its share before they are summed.
+    outputs, of_shared = c.moe.top_k * c.dim * element, 2 * local.moe.shared_intermediate_size * element
+    return everything, inside[1] + shared[1], (2 if c.moe.bias else 1) * outputs, max(3 * outputs, of_shared)
