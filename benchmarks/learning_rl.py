@@ -65,18 +65,11 @@ class Flipped(GRPO):
     """What was good is made less likely."""
 
     def compute_advantages(self, groups: Sequence[Group]) -> list[PackUnit]:
-        return [
-            tuple(
-                Document(
-                    s.tokens,
-                    s.loss_weights,
-                    s.source,
-                    {**s.token_columns, "advantages": -s.token_columns["advantages"]},
-                )
-                for s in unit
-            )
-            for unit in super().compute_advantages(groups)
-        ]
+        def negated(s: Document) -> Document:
+            columns = {**s.token_columns, "advantages": -s.token_columns["advantages"]}
+            return Document(s.tokens, s.loss_weights, s.source, columns)
+
+        return [tuple(map(negated, unit)) for unit in super().compute_advantages(groups)]
 
 
 class Uncorrected(GRPO):

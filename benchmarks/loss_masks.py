@@ -106,13 +106,8 @@ class Renders:
         hf.apply_chat_template = self
 
     def __call__(self, messages: list[Any], tools: Any, **options: Any) -> str:
-        key = repr(
-            (
-                messages,
-                tools and [str(tool) for tool in tools],
-                {name: value for name, value in options.items() if not callable(value)},
-            )
-        )
+        values = {name: value for name, value in options.items() if not callable(value)}
+        key = repr((messages, tools and [str(tool) for tool in tools], values))
         if key not in self._known:
             self._known[key] = self._render(messages, tools=tools, **options)
         return self._known[key]

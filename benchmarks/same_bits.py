@@ -34,7 +34,7 @@ from ptf.run import run  # noqa: E402
 from ptf.tasks.tiny import ARCHITECTURES  # noqa: E402
 from ptf.train.tokenize import tokenize  # noqa: E402
 from tests.reliability import jobs  # noqa: E402
-from tests.tiny import SIZES, arithmetic  # noqa: E402
+from tests.tiny import SIZES, arithmetic, configured  # noqa: E402
 
 RECORD = ROOT / "benchmarks" / "results" / "same_bits.json"
 Make = Callable[[Path], dict[str, Any]]
@@ -98,10 +98,9 @@ def on_two_ranks(directory: Path) -> dict[str, Any]:
 
 def experts(directory: Path) -> dict[str, Any]:
     raw = sft(directory)
-    file = directory / "model" / "config.json"
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1}
-    file.write_text(json.dumps(json.loads(file.read_text()) | mixture | kind | {"mlp_only_layers": []}))
+    configured(directory / "model", **mixture | kind, mlp_only_layers=[])
     return raw
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ptf.data.document import PackUnit
-from ptf.data.trajectory import Group, Reward
+from ptf.data.trajectory import Group, Reward, Trajectory
 from ptf.recipes.grpo.recipe import GRPO
 
 
@@ -20,11 +20,8 @@ class ShuffledRewards(GRPO):
         answers = [g.sampled_ids.tobytes() for group in groups for t in group for g in t.generations]
         drawn = zlib.crc32(b"".join(answers))
         shuffled = iter(np.random.default_rng(drawn).permutation(len(rewards)))
-        return super().compute_advantages(
-            [
-                tuple(
-                    replace(t, outcome=rewards[next(shuffled)]) if isinstance(t.outcome, Reward) else t for t in group
-                )
-                for group in groups
-            ]
-        )
+
+        def given(t: Trajectory) -> Trajectory:
+            return replace(t, outcome=rewards[next(shuffled)]) if isinstance(t.outcome, Reward) else t
+
+        return super().compute_advantages([tuple(map(given, group)) for group in groups])

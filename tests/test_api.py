@@ -2,22 +2,33 @@
 
 import json
 import re
+import shutil
 import typing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import yaml
+import torch
+from safetensors.torch import load_file, save_file
 
 import ptf
-from ptf import cli, storage
+from ptf import api, cli, storage
+from ptf.compute.lease import RunInUse, hold_lease
+from ptf.data.batch import Batch
+from ptf.data.document import Document
+from ptf.episode_preview.report import Preview
 from ptf.errors import UserError
 from ptf.evaluate.evaluation import evaluate_model
+from ptf.inspection.report import Report
 from ptf.model.model_directory import AdapterDirectory
+from ptf.run import write_job_file
+from ptf.serving.conversation import Chat
 from ptf.storage import published_versions
-from ptf.training_run import EVALUATED
+from ptf.train.export import World, probe
+from ptf.training_run import EVALUATED, Run
 from tests.child import run_python
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, job_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,8 +39,7 @@ def config(directory: Path, **changes: Any) -> str:
     raw["train"] |= {"steps": 3, "validate_every": 0, "lr": 1e-2}
     for key, value in changes.items():
         raw[key] = {**raw.get(key, {}), **value}
-    (directory / "job.yaml").write_text(yaml.safe_dump(raw))
-    return str(directory / "job.yaml")
+    return job_file(raw, directory)
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +119,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path, command: str, capsys: pytest.
 
 
 def test_a_run_that_has_not_ended_and_one_that_is_held_are_refused(tmp_path: Path) -> None:
-    from ptf.compute.lease import RunInUse, hold_lease
-    from ptf.run import write_job_file
-
     job = ptf.load(config(tmp_path))
     write_job_file(job, tmp_path / "runs" / "a")
     for stage in (ptf.evaluate, ptf.publish):
@@ -149,15 +156,10 @@ def test_the_adapter_is_published_in_peft_format(adapted: "ptf.Run", tmp_path: P
 
 
 def _logprobs(model: Path) -> list[float]:
-    import torch
-
-    from ptf.train.export import World, probe
-
     return probe(ptf.chat(model).engine.model.to(torch.float32), World())["logprobs"]
 
 
 def test_peft_reads_the_adapter_as_ptf_does(adapted: "ptf.Run") -> None:
-    import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -168,11 +170,6 @@ def test_peft_reads_the_adapter_as_ptf_does(adapted: "ptf.Run") -> None:
     wanted = theirs(input_ids=ids).logits[0].log_softmax(-1)
     chat = ptf.chat(adapted.directory / "adapter")
     call = chat.engine.model
-    import numpy as np
-
-    from ptf.data.batch import Batch
-    from ptf.data.document import Document
-
     batch = Batch.of([[(Document(ids[0].numpy().astype(np.int32), np.ones(6, np.float32), "a"),)]], 6)
     with torch.no_grad():
         logits = call(batch.tokens, batch.positions, batch.segments, lambda x, head: x @ head.weight.T)[0]
@@ -204,8 +201,6 @@ def test_an_adapter_that_ptf_does_not_compute_is_refused_by_name(
 
 
 def test_an_adapter_of_another_model_is_refused(adapted: "ptf.Run", tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     copy = tmp_path / "adapter"
     storage.upload(adapted.directory / "adapter", str(copy))
     tensors = load_file(copy / "adapter_model.safetensors")
@@ -217,12 +212,7 @@ def test_an_adapter_of_another_model_is_refused(adapted: "ptf.Run", tmp_path: Pa
 
 
 def test_a_damaged_adapter_is_not_published(adapted: "ptf.Run", tmp_path: Path) -> None:
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    copy = tmp_path / "runs" / adapted.name
-    shutil.copytree(adapted.directory, copy)
+    copy = shutil.copytree(adapted.directory, tmp_path / "runs" / adapted.name)
     file = copy / "adapter" / "adapter_model.safetensors"
     save_file({name: tensor * 1.5 for name, tensor in load_file(file).items()}, file)
     with pytest.raises(UserError, match=r"adapter differs from the trained model"):
@@ -232,10 +222,7 @@ def test_a_damaged_adapter_is_not_published(adapted: "ptf.Run", tmp_path: Path) 
 
 
 def test_a_model_with_a_changed_file_is_not_published(adapted: "ptf.Run", tmp_path: Path) -> None:
-    import shutil
-
-    copy = tmp_path / "runs" / adapted.name
-    shutil.copytree(adapted.directory, copy)
+    copy = shutil.copytree(adapted.directory, tmp_path / "runs" / adapted.name)
     file = copy / "model" / "config.json"
     whole = file.read_text()
     file.write_text(whole + "\n")  # which changes nothing that the model computes
@@ -280,19 +267,12 @@ def test_train_is_the_function_and_the_package() -> None:
 
 @pytest.mark.parametrize("name", [name for name in ptf.__all__ if name != "__version__"])
 def test_every_public_name_is_documented_and_typed(name: str) -> None:
-    from ptf import api
-    from ptf.serving.conversation import Chat
-    from ptf.training_run import Run
-
     found = getattr(ptf, name)
     text = found.__call__.__doc__ if name == "train" else found.__doc__
     assert (text or "").strip().split("\n\n")[0].endswith("."), name
     if isinstance(found, type):
         return
     function = getattr(api, name)
-    from ptf.episode_preview.report import Preview
-    from ptf.inspection.report import Report
-
     hints = typing.get_type_hints(function, localns={"Run": Run, "Chat": Chat, "Report": Report, "Preview": Preview})
     parameters = function.__code__.co_varnames[: function.__code__.co_argcount + function.__code__.co_kwonlyargcount]
     assert hints.keys() == {*parameters, "return"}

@@ -77,16 +77,8 @@ def test_verify_passes_a_family_and_fails_a_mistake(capsys, monkeypatch):
     assert cli.main(["check-model", "llama", "--configs", "2", "--seed", "3", "--no-parallel"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "llama: pass"
-    assert all(
-        word in out
-        for word in (
-            "error of transformers",
-            "error of ptf",
-            "tolerance",
-            "random tokens",
-            "gradient of model.layers.",
-        )
-    )
+    words = ("error of transformers", "error of ptf", "tolerance", "random tokens", "gradient of model.layers.")
+    assert all(word in out for word in words)
     assert err == ""
     with next(m for m in MISTAKES if m.name == "gate and up swapped").made():
         assert cli.main(["check-model", "llama", "--configs", "1", "--no-parallel"]) == 1

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import constants
 
 from ptf.cli import main
@@ -21,7 +20,7 @@ from ptf.model.families import family_of
 from ptf.rl.online_budget import online_budget
 from ptf.train.budget import budget, config_directory
 from tests.loopback import Loopback, running
-from tests.tiny import arithmetic, checkpoint, online, write_jsonl
+from tests.tiny import arithmetic, checkpoint, job_file, online, write_jsonl
 from tests.train.test_preferences import preferences
 
 Said = Callable[[dict[str, Any], int], str]
@@ -32,9 +31,9 @@ def said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Said:
     """Return a function that rehearses a job, which must end with this status, and returns what it said."""
 
     def said(raw: dict[str, Any], status: int) -> str:
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
+        file = job_file(raw, tmp_path)
         before = sorted(tmp_path.rglob("*"))
-        found = main(["check", "--dry-run", str(tmp_path / "job.yaml")])
+        found = main(["check", "--dry-run", file])
         out = capfd.readouterr()
         assert found == status, out.out + out.err
         assert sorted(tmp_path.rglob("*")) == before  # it leaves nothing

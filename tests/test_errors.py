@@ -11,7 +11,7 @@ from ptf.config import load, loads
 from ptf.config.recipes import RECIPES
 from ptf.run import flow_of
 from tests.conftest import ROOT
-from tests.tiny import arithmetic, configured, write_jsonl
+from tests.tiny import arithmetic, configured, job_file, write_jsonl
 
 
 @pytest.fixture
@@ -21,9 +21,7 @@ def raw(tmp_path):
 
 def told(raw: dict, tmp_path: Path, capfd) -> str:
     """What `ptf train` says about this job; it must refuse it."""
-    config = tmp_path / "job.yaml"
-    config.write_text(yaml.safe_dump(raw))
-    status = main(["train", str(config), "--run-name", "a"])
+    status = main(["train", job_file(raw, tmp_path), "--run-name", "a"])
     said = capfd.readouterr()
     assert status == 2
     assert "Traceback" not in said.out + said.err
@@ -107,6 +105,4 @@ def test_a_plug_that_does_not_exist(raw, tmp_path, capfd):
 def test_a_control_that_is_accepted(raw, tmp_path, capfd):
     """Negative control: the same job without a fault trains."""
     raw["train"]["steps"] = 1
-    config = tmp_path / "job.yaml"
-    config.write_text(yaml.safe_dump(raw))
-    assert main(["train", str(config), "--run-name", "a"]) == 0
+    assert main(["train", job_file(raw, tmp_path), "--run-name", "a"]) == 0

@@ -14,6 +14,7 @@ import pytest
 from ptf.storage import published_versions
 from tests.child import run_python
 from tests.conftest import ROOT
+from tests.tiny import write_jsonl
 
 EXAMPLES = ROOT / "examples"
 SMALL = [
@@ -99,7 +100,7 @@ def test_script_and_notebook_go_from_rows_to_a_published_model(tmp_path: Path) -
 
 def test_curves_pass_through_the_values_of_their_columns(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in [{"step": 1, "a": 4.0}, {"step": 3, "a": 2.0, "b": 3.0}]))
+    write_jsonl(file, [{"step": 1, "a": 4.0}, {"step": 3, "a": 2.0, "b": 3.0}])
     module = curves()
     picture = module.Curves.of(file, ["a", "b"])
     assert picture.points == {"a": [(1, 4.0), (3, 2.0)], "b": [(3, 3.0)]}

@@ -22,6 +22,7 @@ from ptf.errors import UserError
 from ptf.model import model_files
 from ptf.run import run
 from ptf.storage import Corrupt, file_verification, published_versions
+from ptf.train.tokenize import tokenize
 from tests.data.test_s3 import Server, server  # noqa: F401
 from tests.reliability.damage import swapped
 from tests.tiny import arithmetic, checkpoint
@@ -54,8 +55,6 @@ def prepared_before(tmp_path: Path) -> tuple[Path, Open]:
 
 
 def tokenized_data(tmp_path: Path) -> tuple[Path, Open]:
-    from ptf.train.tokenize import tokenize
-
     job = loads(yaml.safe_dump(arithmetic(tmp_path, rows=20)))
     tokenizer = Tokenizer.load(job.model.path)
     place = tokenize(job, tokenizer, 1)["sums"]
@@ -64,8 +63,6 @@ def tokenized_data(tmp_path: Path) -> tuple[Path, Open]:
 
 def tokenized_again(tmp_path: Path) -> tuple[Path, Open]:
     """As the tokenize stage finds it when it runs once more."""
-    from ptf.train.tokenize import tokenize
-
     job = loads(yaml.safe_dump(arithmetic(tmp_path, rows=20)))
 
     def open_it():
@@ -257,8 +254,6 @@ def test_above_verify_gib_the_run_says_what_was_not_verified(
 ) -> None:
     raw = arithmetic(tmp_path)
     job = loads(yaml.safe_dump(raw | {"checkpoint": {"every": 5, "sha256_max_gib": 1e-6}}))
-    from ptf.train.tokenize import tokenize
-
     found = tokenize(job, Tokenizer.load(job.model.path), 1)
     job = Artifact("a", tokenized=found).resolve(job)
     run(job, "a")
@@ -285,8 +280,6 @@ def test_two_directories_that_changed_places_are_told_apart(tmp_path: Path) -> N
             open_it()
 
     job = loads(yaml.safe_dump(arithmetic(tmp_path)))
-    from ptf.train.tokenize import tokenize
-
     tokenizer = Tokenizer.load(job.model.path)
     places = tokenize(job, tokenizer, 1)
     swapped(Path(places["sums"]), Path(places["held_out"]))
@@ -332,8 +325,6 @@ def test_a_run_whose_data_were_damaged_does_not_begin(tmp_path: Path) -> None:
     """The error says what to do."""
     raw = arithmetic(tmp_path)
     job = loads(yaml.safe_dump(raw))
-    from ptf.train.tokenize import tokenize
-
     found = tokenize(job, Tokenizer.load(job.model.path), 1)
     flip(Path(found["sums"]))
     with pytest.raises(UserError, match=r"rows\.parquet has changed.*remove .*: it is made again"):

@@ -1,7 +1,6 @@
 """What is worse than what training started from, on the same held-out rows, is not published;
 what the rows cannot tell is."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ptf.evaluate.gate import Comparison, Worse, interval, quantile
 from ptf.storage import published_versions
 from steps.stages import evaluate, page, prepare, publish, tokenize, train
 from tests.rl.test_controller import raw as rl_raw  # noqa: F401  a fixture
-from tests.tiny import arithmetic, write_jsonl
+from tests.tiny import arithmetic, read_jsonl, write_jsonl
 
 
 @pytest.mark.parametrize(("freedom", "error"), [(4, 4e-4), (6, 5e-5), (10, 4e-6), (30, 1e-7), (511, 1e-9)])
@@ -179,7 +178,7 @@ def wrong(tmp_path: Path) -> dict[str, Any]:
     raw: dict[str, Any] = arithmetic(tmp_path) | {"output": str(tmp_path / "first")}
     raw["train"] |= {"steps": 30, "validate_every": 0}
     _, first = staged(raw)
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "train.jsonl")
     for row in rows:
         row["messages"][-1]["content"] = "-+=-"
     write_jsonl(tmp_path / "train.jsonl", rows)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.console import Console
 
 from ptf import api
@@ -19,7 +18,7 @@ from ptf.inspection import opened
 from ptf.inspection.terminal import show
 from ptf.run import run
 from tests.child import run_python
-from tests.tiny import arithmetic, write_jsonl
+from tests.tiny import arithmetic, job_file, read_jsonl, write_jsonl
 
 PLUGIN = """
 import os
@@ -38,8 +37,7 @@ def job(tmp_path):
         raw = arithmetic(tmp_path, rows=20)
         for key, value in changes.items():
             raw[key] = {**raw[key], **value} if isinstance(value, dict) else value
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-        return str(tmp_path / "job.yaml")
+        return job_file(raw, tmp_path)
 
     return job
 
@@ -52,7 +50,7 @@ def inspected(capfd, *arguments: str, status: int = 0) -> dict:
 
 def test_samples_are_what_is_trained(job, tmp_path, capfd):
     found = inspected(capfd, job(), "--samples", "3")
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "train.jsonl")
     tokenizer = Tokenizer.load(str(tmp_path / "model"))
     assert [sample["place"] for sample in found["samples"]] == [
         f"{tmp_path / 'train.jsonl'}:{line}" for line in (1, 2, 3)
@@ -144,7 +142,7 @@ def test_data_that_is_not_there_is_an_error(job, tmp_path, capfd):
 
 
 def test_files_that_are_not_read_are_named(job, tmp_path, capfd):
-    chats = [json.loads(line) for line in Path(job()).with_name("train.jsonl").read_text().splitlines()]
+    chats = read_jsonl(Path(job()).with_name("train.jsonl"))
     for name in ("train.jsonl", "test.jsonl", "dataset_infos.json"):
         write_jsonl(tmp_path / "set" / name, chats[:3])
     both = {"path": str(tmp_path / "set")}
@@ -189,7 +187,7 @@ def test_check_says_passes_and_steps_where_that_is_cheap(job, tmp_path, capfd, m
 def test_passes_and_steps_are_those_of_the_run(job, tmp_path, capfd):
     """Sources of 7 and 60 rows, one epoch: each row comes once, and the run has as many steps as said."""
     job()
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "train.jsonl")
     sources = {
         "few": write_jsonl(tmp_path / "few.jsonl", rows[:7]),
         "many": write_jsonl(tmp_path / "many.jsonl", rows * 3),

@@ -8,6 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from ptf import cli, storage
 from ptf.artifact import Artifact
@@ -52,8 +53,6 @@ def test_a_source_cannot_be_named_so(tmp_path, key, name):
 
 
 def test_an_index_of_tensors_names_only_files_beside_it(tmp_path):
-    from safetensors.torch import load_file
-
     model = checkpoint(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").rename(model / "part.safetensors")

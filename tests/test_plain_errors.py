@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import yaml
 
 from ptf import cli, storage
 from ptf.artifact import Artifact
@@ -20,7 +19,7 @@ from ptf.run import run
 from ptf.storage import published_versions
 from ptf.workspace import disk
 from steps.retrain import has_new_data
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, job_file
 
 SMALL = 'mount -t tmpfs -o size={size}k tmpfs "$0" && exec "$@"'
 
@@ -28,8 +27,7 @@ SMALL = 'mount -t tmpfs -o size={size}k tmpfs "$0" && exec "$@"'
 def short(tmp_path: Path, **changes: object) -> Path:
     raw = arithmetic(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw | changes))
-    return tmp_path / "job.yaml"
+    return Path(job_file(raw | changes, tmp_path))
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from ptf.config import loads
 from ptf.errors import UserError
 from ptf.model import hub
 from ptf.run import run
-from tests.tiny import arithmetic, checkpoint, configured, write_jsonl
+from tests.tiny import arithmetic, checkpoint, configured, job_file, write_jsonl
 
 
 def exact(row: dict, text: str) -> float:
@@ -75,8 +75,7 @@ def check(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., st
     """Check a job, which must end with `status`; return what was said."""
 
     def checked(raw: dict[str, Any], *more: str, status: int = 0) -> str:
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-        ended = cli.main(["check", str(tmp_path / "job.yaml"), *more])
+        ended = cli.main(["check", job_file(raw, tmp_path), *more])
         said = capfd.readouterr().err
         assert ended == status, said
         return said
@@ -289,8 +288,8 @@ def test_plan_takes_the_workers_of_the_config(
     raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw["compute"] = {"workers": 2}
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-    assert cli.main(["plan", str(tmp_path / "job.yaml")]) == 0
+    file = job_file(raw, tmp_path)
+    assert cli.main(["plan", file]) == 0
     assert "2 GPUs" in capsys.readouterr().out
-    assert cli.main(["plan", str(tmp_path / "job.yaml"), "--workers", "1"]) == 0
+    assert cli.main(["plan", file, "--workers", "1"]) == 0
     assert "1 GPUs" in capsys.readouterr().out

@@ -26,7 +26,7 @@ from ptf.rl.engines.scripted import ScriptedEngine
 from ptf.train.model_source import StartingModel
 from ptf.workspace import progress
 from tests.conftest import ROOT
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, job_file
 
 Found = tuple[int, dict[str, Any]]
 
@@ -45,8 +45,7 @@ def config(directory: Path, **rollout: Any) -> str:
     raw["data"] = {"sources": {"sums": {"path": str(directory / "prompts.jsonl"), "kind": "prompt"}}, "seq_len": 64}
     raw["train"] = {"steps": 100, "lr": 1e-4, "precision": "fp32"}
     raw["rollout"] = {"engine": "native", "prompts_per_step": 4, "group_size": 4, "max_new_tokens": 12} | rollout
-    (directory / "job.yaml").write_text(yaml.safe_dump(raw))
-    return str(directory / "job.yaml")
+    return job_file(raw, directory)
 
 
 def of_repository(name: str, directory: Path) -> str:
@@ -56,8 +55,7 @@ def of_repository(name: str, directory: Path) -> str:
     other = yaml.safe_load((ROOT / first).read_text()) | {"output": str(directory / "first")}
     (directory / "first.yaml").write_text(yaml.safe_dump(other))
     raw |= {"output": str(directory / "runs"), "model": {"path": f"job:{directory / 'first.yaml'}"}}
-    (directory / "job.yaml").write_text(yaml.safe_dump(raw))
-    return str(directory / "job.yaml")
+    return job_file(raw, directory)
 
 
 def test_an_environment_is_played_by_echo_without_a_published_model(

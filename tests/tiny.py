@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 
 from ptf.data.batch import Batch
 from ptf.data.document import Document
@@ -57,6 +58,16 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def job_file(raw: dict, directory: Path) -> str:
+    """Write a job as YAML; return its path."""
+    (directory / "job.yaml").write_text(yaml.safe_dump(raw))
+    return str(directory / "job.yaml")
 
 
 def configured(directory: Path, **changes: object) -> Path:

@@ -14,7 +14,7 @@ import yaml
 
 from ptf.compute.tracking import read_metrics
 from tests.cluster.head import Head, running
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, job_file
 
 pytestmark = pytest.mark.cluster
 PTF = Path(sys.executable).with_name("ptf")
@@ -45,8 +45,7 @@ def trained(where: Path, head: Head, address: str, **variables: str) -> "subproc
         "device": "cpu",
         "timeout_s": 120,
     }
-    (where / "job.yaml").write_text(yaml.safe_dump(raw))
-    line = [str(PTF), "train", str(where / "job.yaml"), "--run-name", "a"]
+    line = [str(PTF), "train", job_file(raw, where), "--run-name", "a"]
     return subprocess.run(line, env=head.env | variables, capture_output=True, text=True, timeout=500, check=False)
 
 

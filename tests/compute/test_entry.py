@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from ptf.data import tokenized
 from ptf.workspace.entry import PARENT, PATH
 from tests.waiting import until
 
@@ -167,8 +168,6 @@ def test_ranks_whose_agent_was_killed_while_they_started_never_import_torch(fami
 
 
 def test_processes_that_tokenize_die_with_who_started_them(family):
-    from ptf.data import tokenized
-
     started = multiprocessing.get_context("fork").Process(
         target=lambda: list(tokenized._in_processes(Sleeping(), iter([(None, "", 0)] * 2), 2))
     )

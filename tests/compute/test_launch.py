@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ptf.compute import launch
 from ptf.compute.launch import needs_ray
@@ -14,7 +13,7 @@ from ptf.compute.ray_session import _resolved
 from ptf.config.sections.compute import ComputeConfig
 from ptf.errors import UserError
 from tests.child import run_python
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, job_file
 
 CODE = """
     import sys
@@ -34,8 +33,7 @@ def test_one_worker_trains_and_is_evaluated_without_ray(tmp_path: Path) -> None:
     raw: dict[str, Any] = arithmetic(tmp_path)
     raw["train"] |= {"steps": 2, "validate_every": 0}
     raw["compute"] = {"device": "cpu", "threads": 1}
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-    done = run_python("-c", textwrap.dedent(CODE), str(tmp_path / "job.yaml"), timeout=300)
+    done = run_python("-c", textwrap.dedent(CODE), job_file(raw, tmp_path), timeout=300)
     assert "RAY False False" in done.stdout, done.stdout + done.stderr
 
 

@@ -19,13 +19,14 @@ import yaml
 
 from ptf import storage
 from ptf.compute import lease as leases
+from ptf.compute import saver
 from ptf.compute.lease import FILE, Lease, LeaseLost, Process, Record, RunInUse, hold_lease
 from ptf.compute.tracking import Tracker
 from ptf.config import Job, loads
 from ptf.errors import UserError
 from ptf.run import run
 from tests.data.test_s3 import Server, server  # noqa: F401
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, job_file
 from tests.train.test_loop import facts, same, train, weights
 
 
@@ -77,9 +78,8 @@ with hold_lease(load(sys.argv[1]), Path(sys.argv[2])):
 
 @pytest.fixture
 def holder(job: Job, tmp_path: Path) -> Iterator[subprocess.Popen]:
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    command = [sys.executable, "-c", HOLDS, str(file), str(tmp_path / "runs" / "a")]
+    file = job_file(job.model_dump(mode="json"), tmp_path)
+    command = [sys.executable, "-c", HOLDS, file, str(tmp_path / "runs" / "a")]
     found = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert found.stdout is not None
     assert found.stdout.readline() == "held\n"
@@ -275,8 +275,6 @@ def test_a_run_that_was_taken_over_ends_without_a_write(
 
 
 def test_a_checkpoint_is_not_committed_by_who_has_lost_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ptf.compute import saver
-
     raw, write = arithmetic(tmp_path), saver.write
 
     def slow(directory: str, *args: Any) -> Any:

@@ -312,17 +312,11 @@ def disguised(message: Mapping[str, Any], mark: str) -> tuple[dict[str, Any], di
     ]
     other["content"] = "".join(pieces)
     if message.get("tool_calls"):
-        other["tool_calls"] = [
-            with_function(
-                call,
-                {
-                    **function(call),
-                    "name": word("call"),
-                    "arguments": {key: word("argument") for key in arguments(call)},
-                },
-            )
-            for call in message["tool_calls"]
-        ]
+        other["tool_calls"] = []
+        for call in message["tool_calls"]:
+            made = {**function(call), "name": word("call")}
+            made["arguments"] = {key: word("argument") for key in arguments(call)}
+            other["tool_calls"].append(with_function(call, made))
     return other, words
 
 

@@ -1,6 +1,5 @@
 """A row of somebody's data set through the readers and encoders that a run has."""
 
-import json
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from ptf.recipes.rm.recipe import RM
 from ptf.recipes.sft.recipe import SFT
 from tests.data.dataset_forms import Form
 from tests.recipes.of_keys import of_keys
+from tests.tiny import write_jsonl
 
 TEMPLATE = (  # it shows tools, calls and all that anybody says
     "{% if tools %}{% for tool in tools %}{{ '<tool>' + (tool | tojson) }}{% endfor %}{% endif %}"
@@ -83,7 +83,7 @@ def write(rows: list[Any], path: Path) -> None:
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(path, rows)
 
 
 def spec_of(form: Form, path: Path) -> SourceSpec:

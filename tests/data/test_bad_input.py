@@ -15,6 +15,7 @@ from ptf.data.partitions import Partitions
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from tests.tiny import write_jsonl
 
 CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
@@ -48,7 +49,7 @@ def test_files_of_other_schemas_are_named(characters: Tokenizer, tmp_path: Path)
 
 def test_rows_of_other_schemas_are_named(characters: Tokenizer, tmp_path: Path) -> None:
     rows = [{"messages": CHAT}, {"prompt": "1+1=", "completion": "2"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(
         UserError,
         match=r"a\.jsonl:2 \(source x\): a row of kind chat needs `messages`; this one has \['completion', 'prompt'\]",
@@ -87,7 +88,7 @@ def test_a_row_of_ten_megabytes_does_not_fit(characters: Tokenizer, tmp_path: Pa
 def test_a_row_of_ten_megabytes_of_which_little_is_trained(characters: Tokenizer, tmp_path: Path, kind: str) -> None:
     rows = [{"messages": CHAT, "page": page} for page in ("", "x" * LONG, "")]
     if kind == "jsonl":
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / "a.jsonl", rows)
     else:
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     reader = partition(tmp_path, characters)

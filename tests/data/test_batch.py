@@ -63,18 +63,13 @@ def packed(draw: Any) -> list[list[PackUnit]]:
         for unit in lengths:
             if sum(unit) <= room:
                 room -= sum(unit)
-                sequence.append(
-                    tuple(
-                        Document(
-                            rng.integers(1, 99, n).astype(np.int32),
-                            rng.normal(size=n).astype(np.float32),
-                            str(n),
-                            {"score": rng.normal(size=n).astype(np.float32)} if token_columns and n % 2 else {},
-                            prefix_length=int(i and rng.integers(0, 3)),
-                        )
-                        for i, n in enumerate(unit)
-                    )
-                )
+                documents = []
+                for i, n in enumerate(unit):
+                    tokens, weights = rng.integers(1, 99, n).astype(np.int32), rng.normal(size=n).astype(np.float32)
+                    columns = {"score": rng.normal(size=n).astype(np.float32)} if token_columns and n % 2 else {}
+                    shared = int(i and rng.integers(0, 3))
+                    documents.append(Document(tokens, weights, str(n), columns, prefix_length=shared))
+                sequence.append(tuple(documents))
         sequences.append(sequence)
     return sequences
 

@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks import formats
 from ptf.data.document import PackUnit
+from ptf.data.encode import encode_document
 from ptf.data.kinds import shaped
-from ptf.data.partitions import pack_units_once
+from ptf.data.partitions import opened, pack_units_once
 from ptf.data.prompts import prompts_once
 from ptf.data.quarantine import BadRow
 from ptf.data.sources.rows import SourceSpec
@@ -91,12 +92,8 @@ def test_an_answer_in_which_the_user_speaks_is_the_conversation(
     if "prompt" in beside:
         answer = {"prompt": beside["prompt"], "completion": [*before, ANSWER], "reward": 0.5}
         for recipe in ("sft", "rm regression"):
-            assert same(
-                *(
-                    RECIPES[recipe].encode(r, printable, "")[0]
-                    for r in (answer, {"prompt": before, "completion": "2.", "reward": 0.5})
-                )
-            )
+            scored = {"prompt": before, "completion": "2.", "reward": 0.5}
+            assert same(*(RECIPES[recipe].encode(r, printable, "")[0] for r in (answer, scored)))
 
 
 @pytest.mark.parametrize(
@@ -188,13 +185,8 @@ def test_nulls_that_parquet_made_are_not_trained(printable: Tokenizer, tmp_path:
     )
     for suffix in SUFFIXES:
         write([said, said], tmp_path / f"a.{suffix}")
-        units = list(
-            pack_units_once(
-                {"a": SourceSpec(str(tmp_path / f"a.{suffix}"))},
-                encode=lambda r, n: RECIPES["sft"].encode(r, printable, n),
-                seq_len=9999,
-            )
-        )
+        specs = {"a": SourceSpec(str(tmp_path / f"a.{suffix}"))}
+        units = list(pack_units_once(specs, encode=lambda r, n: RECIPES["sft"].encode(r, printable, n), seq_len=9999))
         wanted = stripped if (suffix, written) == ("parquet", "objects") else said
         assert same(units[1], RECIPES["sft"].encode(shaped(wanted, {}), printable, "")[0]), suffix
         assert ("null" in printable.decode(units[0][0].tokens)) == (wanted is said)
@@ -207,8 +199,6 @@ def test_nulls_that_parquet_made_are_not_trained(printable: Tokenizer, tmp_path:
 def test_a_message_counts_as_its_weight_says(
     printable: Tokenizer, weights: tuple[float, float], trained_on: str, wanted: set[float]
 ) -> None:
-    from ptf.data.encode import encode_document
-
     messages = [ASK | {"weight": 0}, ANSWER | {"weight": weights[0]}, MORE, LAST | {"weight": weights[1]}]
     ((sample,),) = encode_document({"messages": messages}, printable, "", trained_on)
     assert {float(w) for w in sample.loss_weights} - {0.0} == wanted
@@ -341,8 +331,6 @@ def test_columns_are_left_out_by_name(printable: Tokenizer) -> None:
 
 
 def test_the_first_row_says_what_recognised_rows_are(tmp_path: Path) -> None:
-    from ptf.data.partitions import opened
-
     rows = {
         "chat": {"conversations": [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]},
         "completion": {"instruction": "1", "output": "2"},

@@ -26,6 +26,7 @@ from ptf.errors import UserError
 from tests.data.ledger import ledger
 from tests.data.peers import Threads, close
 from tests.data.trials import state_of
+from tests.tiny import write_jsonl
 
 PARTITIONS, SEQUENCES, SEQ_LEN = 4, 8, 64
 
@@ -52,7 +53,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     """61 + 29 rows; a at twice the share of b."""
     root = tmp_path_factory.mktemp("loader")
     for name, n in (("a", 61), ("b", 29)):
-        (root / f"{name}.jsonl").write_text("".join(json.dumps(request.param(name, i)) + "\n" for i in range(n)))
+        write_jsonl(root / f"{name}.jsonl", [request.param(name, i) for i in range(n)])
     return {"a": SourceSpec(str(root / "a.jsonl"), 2.0), "b": SourceSpec(str(root / "b.jsonl"), 1.0)}
 
 
@@ -156,13 +157,9 @@ def test_ranks_exchange_sequences_by_work(sources: Any, characters: Tokenizer, w
             ranks = list(pool.map(next, loaders))
             sequences = [sequences_of(batches) for batches in ranks]
             assert [len(mine) for mine in sequences] == [2] * 4
-            assert sorted(
-                zip(
-                    (j for loader in loaders for j in loader.numbers),
-                    (sequence for mine in sequences for sequence in mine),
-                    strict=True,
-                )
-            ) == list(enumerate(whole[step]))
+            numbers = (j for loader in loaders for j in loader.numbers)
+            dealt = (sequence for mine in sequences for sequence in mine)
+            assert sorted(zip(numbers, dealt, strict=True)) == list(enumerate(whole[step]))
             heaviest["exchanged"] += max(sum(n * n for b in batches for n in b.lengths) for batches in ranks)
             (batch,) = next(alone)
             squares = torch.tensor([float(n * n) for n in batch.lengths])

@@ -176,12 +176,8 @@ def chats(tmp_path) -> str:
     def said(n, k):
         return [{"role": r, "content": f"{w} {n} {k} more"} for r, w in (("user", "question"), ("assistant", "answer"))]
 
-    return str(
-        write_jsonl(
-            tmp_path / "chats.jsonl",
-            [{"messages": [m for k in range(1 + n % 4) for m in said(n, k)]} for n in range(40)],
-        )
-    )
+    rows = [{"messages": [m for k in range(1 + n % 4) for m in said(n, k)]} for n in range(40)]
+    return str(write_jsonl(tmp_path / "chats.jsonl", rows))
 
 
 def partitions(path: str, share: bool, epochs: int | None = 1) -> Partitions:

@@ -1,5 +1,4 @@
 import datetime
-import json
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -14,14 +13,13 @@ from ptf.data.prompts import Prompts, prompts_once
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from tests.tiny import write_jsonl
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceSpec]:
     root = tmp_path_factory.mktemp("prompts")
-    (root / "a.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"a{i}", "answer": None, "n": [i]}) + "\n" for i in range(20))
-    )
+    write_jsonl(root / "a.jsonl", [{"prompt": f"a{i}", "answer": None, "n": [i]} for i in range(20)])
     pq.write_table(
         pa.Table.from_pylist([{"prompt": f"b{i}", "day": datetime.date(2024, 1, 1 + i)} for i in range(10)]),
         root / "b.parquet",

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from ptf.config import loads
 from ptf.data.document import Document, PackUnit
 from ptf.data.encode import Encoder, encode_prompt
 from ptf.data.kinds import KINDS
@@ -21,6 +22,8 @@ from ptf.data.quarantine import BadRow, Quarantine, rows_in
 from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from ptf.recipes.sft.recipe import SFT
+from ptf.train.dataloading import held_out_sequences
 from tests.data import read_form
 from tests.data.dataset_forms import ANSWER, ASK, FORMS, TOOL
 from tests.data.read_form import RECIPES, at
@@ -92,10 +95,6 @@ def test_what_is_a_rows_fault_is_named_and_set_aside(name: str, printable: Token
 
 
 def test_bad_rows_of_validation_sets_are_set_aside(tmp_path: Path) -> None:
-    from ptf.config import loads
-    from ptf.recipes.sft.recipe import SFT
-    from ptf.train.dataloading import held_out_sequences
-
     characters = read_form.tokenizer(tmp_path / "tokenizer")
     (tmp_path / "a.jsonl").write_text("\n".join([line(note=1), BAD["tools that are numbers"][0], line(other=1)]))
     job = arithmetic(tmp_path)

@@ -16,6 +16,7 @@ from ptf.data.sources.rows import SourceSpec
 from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from tests.tiny import write_jsonl
 
 LIMITS: dict[str, Any] = {"seq_len": 32, "too_long": "drop"}
 
@@ -27,7 +28,7 @@ def rows(tmp_path: Path) -> str:
         [{"role": "user", "content": f"{i}."}, {"role": "assistant", "content": "x" * (1 + i * i % 30)}]
         for i in range(1500)
     ]
-    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in chats))
+    write_jsonl(path, [{"messages": m} for m in chats])
     return str(path)
 
 
@@ -74,18 +75,16 @@ def test_training_sees_the_same_rows_as_on_the_fly(rows: str, characters: Tokeni
     assert rows_of(again, 30) == rows_of(whole, 30)
 
 
+def ahead_of(place: Path, tokenizer: Tokenizer, encode: Any) -> list[PackUnit]:
+    specs = {"sums": SourceSpec(str(place), kind="tokenized")}
+    return list(pack_units_once(specs, encode=encode, tokenizer=tokenizer, **LIMITS))
+
+
 def test_one_pass_sees_the_same_units(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     manifest = write(rows, tmp_path / "t", characters)
-    direct = list(
-        pack_units_once(
-            {"sums": SourceSpec(rows)}, encode=lambda row, name: encode_document(row, characters, name), **LIMITS
-        )
-    )
-    ahead = list(
-        pack_units_once(
-            {"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=None, tokenizer=characters, **LIMITS
-        )
-    )  # type: ignore[arg-type]
+    specs = {"sums": SourceSpec(rows)}
+    direct = list(pack_units_once(specs, encode=lambda row, name: encode_document(row, characters, name), **LIMITS))
+    ahead = ahead_of(tmp_path / "t", characters, None)
     assert len(direct) == len(ahead) == manifest["samples"]
     assert all(
         np.array_equal(a.tokens, b.tokens) and np.array_equal(a.loss_weights, b.loss_weights)
@@ -146,19 +145,12 @@ def test_another_tokenizer_is_refused(rows: str, characters: Tokenizer, tmp_path
 def test_pairs_and_skipped_rows_keep_their_places(rows: str, characters: Tokenizer, tmp_path: Path) -> None:
     def pairs(row: Any, name: str) -> list[PackUnit]:
         (unit,) = encode_document(row, characters, name)
-        return (
-            []
-            if len(unit[0]) % 2
-            else [(unit[0], Document(unit[0].tokens[:3], unit[0].loss_weights[:3], "second"))] * 2
-        )
+        second = Document(unit[0].tokens[:3], unit[0].loss_weights[:3], "second")
+        return [] if len(unit[0]) % 2 else [(unit[0], second)] * 2
 
     write(rows, tmp_path / "t", characters, pairs)
     direct = list(pack_units_once({"sums": SourceSpec(rows)}, encode=pairs, **LIMITS))
-    ahead = list(
-        pack_units_once(
-            {"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=pairs, tokenizer=characters, **LIMITS
-        )
-    )
+    ahead = ahead_of(tmp_path / "t", characters, pairs)
     assert [[s.tokens.tolist() for s in a] for a in direct] == [[s.tokens.tolist() for s in a] for a in ahead]
     epoch = [partition(SourceSpec(str(tmp_path / "t"), kind="tokenized", epochs=1), i, characters) for i in range(3)]
     assert sum(len(list(one)) for one in epoch)
@@ -177,22 +169,12 @@ def test_streams_come_back_as_they_were(rows: str, characters: Tokenizer, tmp_pa
         n = len(s)
         token_columns = {"score": np.full(n, 0.5, np.float32), "ids": np.arange(3 * n, dtype=np.int32).reshape(n, 3)}
         one = Document(s.tokens, s.loss_weights, name, token_columns)
-        return [
-            (
-                one,
-                Document(
-                    s.tokens[::-1], s.loss_weights, name, {key: values + 1 for key, values in token_columns.items()}
-                ),
-            )
-        ]
+        other_columns = {key: values + 1 for key, values in token_columns.items()}
+        return [(one, Document(s.tokens[::-1], s.loss_weights, name, other_columns))]
 
     write(rows, tmp_path / "t", characters, encode)
     direct = list(pack_units_once({"sums": SourceSpec(rows)}, encode=encode, **LIMITS))
-    ahead = list(
-        pack_units_once(
-            {"sums": SourceSpec(str(tmp_path / "t"), kind="tokenized")}, encode=encode, tokenizer=characters, **LIMITS
-        )
-    )
+    ahead = ahead_of(tmp_path / "t", characters, encode)
     assert len(direct) > 100
     for a, b in zip(direct, ahead, strict=True):
         for one, other in zip(a, b, strict=True):

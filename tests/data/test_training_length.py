@@ -1,7 +1,6 @@
 """The passes and steps that are predicted before a run are those of the run; a predicted interval contains them."""
 
 import gzip
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ptf.data.sources.rows import SourceSpec
 from ptf.data.token_file import TokenRows
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import estimated, planned
+from tests.tiny import write_jsonl
 
 ROWS, SIZES = 4, {"a": 90, "b": 40}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -31,9 +31,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("passes")
     for name, n in SIZES.items():
-        (root / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"text": name + "x" * (i * i % 23)}) + "\n" for i in range(n))
-        )
+        write_jsonl(root / f"{name}.jsonl", [{"text": name + "x" * (i * i % 23)} for i in range(n)])
     return root
 
 

@@ -1,6 +1,5 @@
 """What no reader of a row takes is told: columns and keys of messages, once, wherever they first appear."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def test_a_name_after_the_first_rows_is_told_once_and_the_first_ones_before(
     for i in (200, 250):
         rows[i] = {"messages": [ASK, ANSWER | {"late": 1, "tool_calls": None}], "id": i, "other": 1}
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     made = Partitions(
         {"s": SourceSpec(str(path), epochs=2)},
         printable,

@@ -16,6 +16,8 @@ import yaml
 
 import ptf
 from ptf import cli
+from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
+from ptf.recipes.advantages import group_relative
 from tests.conftest import ROOT
 
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -88,8 +90,6 @@ def test_made_data_and_rewards_are_as_told(tutorial: Path) -> None:
 
 def test_own_credit_pushes_only_what_is_above_the_median(tutorial: Path) -> None:
 
-    from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
-
     def answer(outcome: Reward | NoResult) -> Trajectory:
         ids = np.array([3, 4], np.int32)
         generation = Generation(np.array([1, 2], np.int32), ids, np.zeros(2, np.float32), np.zeros(2, np.int32), True)
@@ -131,8 +131,6 @@ def test_commands_exist(page: Path) -> None:
 
 
 def test_the_advantages_that_the_page_quotes_are_those_of_grpo() -> None:
-
-    from ptf.recipes.advantages import group_relative
 
     text = (ROOT / "docs" / "tutorials" / "own_reward.md").read_text()
     right, wrong = group_relative(np.array([1.0] + [0.0] * 7), True)[:2]

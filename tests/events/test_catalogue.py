@@ -14,6 +14,7 @@ from ptf.events.catalogue import Catalogue
 from ptf.events.item_vectors import cooccurrence_vectors, item_vectors, rotate_to_width, text_vectors
 from ptf.events.prepare import catalogue_rows, generated, prepare
 from ptf.events.semantic_ids import SemanticIds
+from tests.tiny import read_jsonl, write_jsonl
 
 
 @pytest.fixture(scope="module", params=["items", {"levels": [6, 4]}], ids=["items", "semantic"])
@@ -27,10 +28,6 @@ def extended(made: Path) -> Tokenizer:
     tokenizer = Tokenizer.load(str(made / "model"))
     tokenizer.add([json.loads(line)["token"] for line in (made / "tokens.jsonl").read_text().splitlines()])
     return tokenizer
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_slate_is_read_as_items_and_what_names_none_is_none(made: Path) -> None:
@@ -94,10 +91,10 @@ def test_no_row_to_train_on_has_what_is_held_out(made: Path, tmp_path: Path) -> 
     for name in ("train.jsonl", "train_prompts.jsonl"):
         assert planted.text not in (out / name).read_text()
         assert "planted" not in (out / name).read_text()
-    (row,) = [row for row in rows(out / "held_out.jsonl") if row["user"] == "new"]
+    (row,) = [row for row in read_jsonl(out / "held_out.jsonl") if row["user"] == "new"]
     assert row["future"] == [["planted"]]
     assert planted.text not in row["messages"][0]["content"]
-    (continued,) = [row for row in rows(out / "held_out_loss.jsonl") if [planted.text] in row["events"]]
+    (continued,) = [row for row in read_jsonl(out / "held_out_loss.jsonl") if [planted.text] in row["events"]]
     assert continued["events"][continued["context"] :] == [[planted.text]], (
         "it is what is predicted, after all that is given"
     )
@@ -113,12 +110,12 @@ def test_every_basket_is_trained_once_and_no_row_is_longer_than_the_window(
     assert config["max_position_embeddings"] == 2 * window
     trained = sum(
         len(entry)
-        for row in rows(tmp_path / "train.jsonl")
+        for row in read_jsonl(tmp_path / "train.jsonl")
         for entry in row["events"][row["context"] :]
         if isinstance(entry, list)
     )
-    prompts = rows(tmp_path / "held_out.jsonl")
-    events = [json.loads(line) for line in (made / "events.jsonl").read_text().splitlines()]
+    prompts = read_jsonl(tmp_path / "held_out.jsonl")
+    events = read_jsonl(made / "events.jsonl")
     held = sum(len(row["future"][0]) for row in prompts)
     assert trained == len(events) - held
     tokenizer = extended(tmp_path)
@@ -126,7 +123,7 @@ def test_every_basket_is_trained_once_and_no_row_is_longer_than_the_window(
     def size(row):
         return 1 + sum(len(entry) if isinstance(entry, list) else 1 for entry in row["events"][1:])
 
-    assert max(map(size, rows(tmp_path / "train.jsonl"))) <= window
+    assert max(map(size, read_jsonl(tmp_path / "train.jsonl"))) <= window
     assert max(len(tokenizer.encode(row["messages"][0]["content"])) for row in prompts) <= window
 
 
@@ -147,8 +144,8 @@ def test_items_may_be_worth_nothing_and_must_have_names(tmp_path: Path) -> None:
 
 def test_users_with_nothing_to_learn_from_are_said(tmp_path: Path) -> None:
     rows = [{"user": f"u{n}", "time": time, "item": f"i{(n + time) % 4}"} for n in range(6) for time in (1, 2)]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps({"item": f"i{n}"}) + "\n" for n in range(4)))
+    write_jsonl(tmp_path / "events.jsonl", rows)
+    write_jsonl(tmp_path / "items.jsonl", [{"item": f"i{n}"} for n in range(4)])
     with pytest.raises(UserError, match="nothing is left to train on: no user has two baskets, or two items"):
         prepare(str(tmp_path / "made"), events=str(tmp_path / "events.jsonl"), items=str(tmp_path / "items.jsonl"))
 

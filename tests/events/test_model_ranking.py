@@ -1,7 +1,6 @@
 """A catalogue's order by a model: the scores are what the model says of every item,
 however its id is made and whatever is beside it in the batch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from ptf.config import Plugin
-from ptf.config.sections.model import TokensConfig
+from ptf.config.plugin import bind
+from ptf.config.sections.model import ModelConfig, TokensConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -18,9 +18,11 @@ from ptf.events.catalogue import Catalogue
 from ptf.events.model_ranking import Ranker, evaluate_ranking, rank, top
 from ptf.events.prepare import generated
 from ptf.model.sampling import NEVER
+from ptf.rl.engines.kv_cache import Cache
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling, edges_of
 from ptf.train.model_source import StartingModel
+from tests.tiny import read_jsonl
 
 
 @pytest.fixture(scope="module", params=["items", {"levels": [5, 3]}], ids=["items", "semantic"])
@@ -30,8 +32,6 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def prepared_model(at: Path, ids: Any) -> Path:
     """A prepared catalogue with a model that has weights, in `extended`."""
-    from ptf.config.sections.model import ModelConfig
-
     generated(str(at / "made"), users=20, items=24, kinds=3, ids=ids, window=64)
     tokens = TokensConfig(file=str(at / "made/tokens.jsonl"), init=str(at / "made/tokens.safetensors"))
     model = ModelConfig(path=str(at / "made/model"), init="random", tokens=tokens)
@@ -43,7 +43,7 @@ def prepared_model(at: Path, ids: Any) -> Path:
 
 def asked(place: Path) -> tuple[Tokenizer, Catalogue, list[Prompt]]:
     tokenizer = Tokenizer.load(str(place / "extended"))
-    rows = [json.loads(line) for line in (place / "made/held_out.jsonl").read_text().splitlines()]
+    rows = read_jsonl(place / "made/held_out.jsonl")
     tokens = [np.array(tokenizer.render(row["messages"], True), np.int32) for row in rows]
     return (
         tokenizer,
@@ -74,8 +74,6 @@ def by_hand(engine: NativeEngine, catalogue: Catalogue, tokenizer: Tokenizer, co
 
 
 def _cache(engine: NativeEngine, context: np.ndarray, ids: list[int]) -> Any:
-    from ptf.rl.engines.kv_cache import Cache
-
     return Cache(
         engine.model.config, [len(context) + n for n in range(len(ids))], 1, torch.device("cpu"), torch.float32
     )
@@ -192,6 +190,4 @@ def test_nothing_later_is_seen(place: Path) -> None:
 
 
 def test_plugs_of_slates_are_found() -> None:
-    from ptf.config.plugin import bind
-
     assert bind(Plugin(use="ptf.tasks.slates:revenue", args={"catalogue": "x"}))

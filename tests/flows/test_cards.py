@@ -13,7 +13,7 @@ from ptf.config import load, loads
 from ptf.errors import UserError
 from ptf.run import run as train
 from tests.flows.toy import FLOW
-from tests.tiny import arithmetic, online
+from tests.tiny import arithmetic, online, write_jsonl
 from tests.waiting import until
 
 
@@ -34,7 +34,7 @@ def job(tmp_path):
 def log(job, *rows: dict) -> Path:
     file = Path(job.output) / "run" / "metrics.jsonl"
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(file, rows)
     return file
 
 
@@ -179,9 +179,7 @@ def test_a_file_that_cannot_be_read_does_not_end_training(job, capsys):
 
 def test_of_a_long_file_of_samples_the_end_is_read(job, monkeypatch):
     file = log(job).with_name("samples.jsonl")
-    file.write_text(
-        "".join(json.dumps({"step": n // 3, "row": {}, "response": "x" * 50, "reward": 1.0}) + "\n" for n in range(90))
-    )
+    write_jsonl(file, [{"step": n // 3, "row": {}, "response": "x" * 50, "reward": 1.0} for n in range(90)])
     monkeypatch.setattr(cards, "TAIL_BYTES", 400)
     assert [row["step"] for row in cards.read_last(file)] == [29] * 3
 
@@ -194,9 +192,7 @@ def test_responses_stand_beside_those_of_the_start_to_the_same_prompt(tmp_path):
             {"row": prompt, "response": answer, "reward": float(answer == "2"), "no_result": None}
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        (tmp_path / "responses" / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows[:: -1 if "/" in name else 1])
-        )
+        write_jsonl(tmp_path / "responses" / f"{name}.jsonl", rows[:: -1 if "/" in name else 1])
     (table,) = cards.side_by_side(tmp_path, ["test", "absent"])
     assert [row[1:] for row in table.render()["data"]] == [["3", "2", "0 → 1"], ["4", "1", "0 → 0"]]
 

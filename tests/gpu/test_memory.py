@@ -1,6 +1,5 @@
 """The memory of a GPU while it trains, beside what `ptf plan` says of the job."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.run import run
 from ptf.train.budget import budget
-from tests.tiny import arithmetic, write_jsonl
+from tests.tiny import arithmetic, configured, write_jsonl
 
 GIB = 2**30
 # a hundred million parameters; on a CPU, where only the test itself is tried, a few
@@ -40,10 +39,10 @@ def test_a_step_takes_the_memory_that_was_planned(tmp_path: Path, device: str, c
     if case in ("NF4", "8 bits"):
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     raw = arithmetic(tmp_path)
-    file = Path(raw["model"]["path"]) / "config.json"
+    model = Path(raw["model"]["path"])
     sizes = LARGE if device == "cuda" else SMALL
     width = {"max_position_embeddings": 4096, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    file.write_text(json.dumps(json.loads(file.read_text()) | sizes | width))
+    configured(model, **sizes | width)
     # the plan counts what torch.compile saves, and not on Liger's kernels, which write gradients in place
     train = {"steps": 3, "precision": "bf16", "micro_batch_sequences": 2, "validate_every": 0, "fused": []}
     changes = CHANGES[case]
@@ -53,7 +52,7 @@ def test_a_step_takes_the_memory_that_was_planned(tmp_path: Path, device: str, c
     raw["model"] = {**raw["model"], **changes.get("model", {})}
     raw["compute"]["device"] = device
     job = loads(yaml.safe_dump(raw))
-    planned = budget(job, file.parent, 1).memory.total / GIB
+    planned = budget(job, model, 1).memory.total / GIB
     rows = read_metrics(run(job, "a") / "metrics.jsonl")
     peak = max(row["peak_memory_gib"] for row in rows[1:])
     assert planned > 0

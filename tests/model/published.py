@@ -2,7 +2,6 @@
 Phi-3 with fused projections, GLM-4.5 and DeepSeek-V3 in bf16 with a bias in fp32 and a layer that predicts further
 tokens."""
 
-import json
 import random
 from pathlib import Path
 
@@ -11,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ptf.model import model_files
 from ptf.model.families import family_of
 from ptf.model.reference import random_reference
+from tests.tiny import configured
 
 SIZES = {
     "vocab_size": 64,
@@ -58,12 +57,11 @@ def mxfp4_checkpoint(directory: Path) -> dict[str, torch.Tensor]:
         assert whole[name].dtype == torch.bfloat16
         assert whole[name].abs().max() > 0
     save_file(stored, directory / "model.safetensors", {"format": "pt"})
-    config = model_files.read_config(directory)
     quantisation = {
         "quant_method": "mxfp4",
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
     }
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
+    configured(directory, quantization_config=quantisation)
     return whole
 
 
@@ -93,8 +91,7 @@ def predicting_checkpoint(directory: Path, model_type: str) -> dict[str, torch.T
         drawn = torch.randn(shape, generator=g)
         whole[f"model.layers.{layers}.{name}"] = drawn if name.endswith(fp32) else drawn.bfloat16()
     save_file(whole, directory / "model.safetensors", {"format": "pt"})
-    stored = model_files.read_config(directory) | {"num_nextn_predict_layers": 1, "dtype": "bfloat16"}
-    (directory / "config.json").write_text(json.dumps(stored))
+    configured(directory, num_nextn_predict_layers=1, dtype="bfloat16")
     return whole
 
 

@@ -5,12 +5,14 @@ import importlib.util
 import re
 import runpy
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from ptf import cli
 from ptf.model import families
+from ptf.model.config import DecoderConfig, MoE
 from ptf.model.verify import verify
 from tests.model import test_family_defaults, test_random_configs
 
@@ -104,10 +106,6 @@ def test_what_the_checklist_names_exists():
 
 
 def test_every_field_is_in_the_table():
-    from dataclasses import fields
-
-    from ptf.model.config import DecoderConfig, MoE
-
     table = REFERENCE[REFERENCE.index("| `DecoderConfig`") : REFERENCE.index("**The tensor mappings**")]
     of_a_job = {"head", "rows"}
     assert not [

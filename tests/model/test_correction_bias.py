@@ -1,7 +1,6 @@
 """The bias of the choice of experts keeps its values in fp32 wherever a model goes, and the layers that predict further
 tokens come through unchanged."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,13 @@ from safetensors.torch import load_file
 from ptf.compute.world import World
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.errors import UserError
-from ptf.model import model_files, model_writer
+from ptf.model import model_writer
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.roles import Learner
 from ptf.train.optim import groups
 from ptf.train.trainer import load_model
 from tests.model.published import predicting_checkpoint
+from tests.tiny import configured
 
 BIAS = "e_score_correction_bias"
 
@@ -41,8 +41,7 @@ def test_an_export_is_the_checkpoint_with_its_dtypes(tmp_path, model_type) -> No
 
 def test_a_layer_that_config_json_does_not_count_is_refused(tmp_path) -> None:
     predicting_checkpoint(tmp_path, "glm4_moe")
-    config = model_files.read_config(tmp_path) | {"num_nextn_predict_layers": 0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    configured(tmp_path, num_nextn_predict_layers=0)
     with pytest.raises(UserError, match=r"unexpected: model.layers.*eh_proj"):
         loaded(tmp_path)
 

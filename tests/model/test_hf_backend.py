@@ -215,11 +215,8 @@ def test_random_weights_depend_on_the_seed_only(tmp_path):
     directory = foreign(tmp_path / "m", "gpt2")
 
     def drawn(seed: int) -> dict[str, torch.Tensor]:
-        return dict(
-            load_model(
-                directory, World(), SPEC.model_copy(update={"init": "random"}), seed=seed, precision="fp32"
-            ).hf_tensors()
-        )
+        spec = SPEC.model_copy(update={"init": "random"})
+        return dict(load_model(directory, World(), spec, seed=seed, precision="fp32").hf_tensors())
 
     a, b, c = drawn(1), drawn(1), drawn(2)
     assert all(torch.equal(a[n], b[n]) for n in a)

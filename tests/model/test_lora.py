@@ -183,12 +183,8 @@ def test_adapters_begin_from_seed_and_name_and_leave_random_weights_as_they_were
 
 def gradients(model: Decoder) -> set[str]:
     batch = packed_sequences([[30, 11]], 48)
-    model(
-        batch.tokens,
-        batch.positions,
-        batch.segments,
-        partial(cross_entropy, targets=batch.targets, weights=batch.loss_weights),
-    ).backward()
+    head_fn = partial(cross_entropy, targets=batch.targets, weights=batch.loss_weights)
+    model(batch.tokens, batch.positions, batch.segments, head_fn).backward()
     return {name for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -220,14 +216,8 @@ def test_gradients_go_where_something_trains_and_nowhere_else(tmp_path, model_ty
 
 def test_what_no_checkpoint_has_trains_beside_the_adapters(tmp_path):
     directory = checkpoint("qwen3", tmp_path / "m")
-    scalar = load_model(
-        directory,
-        World(),
-        ModelConfig(path=str(directory), lora=LoraConfig(rank=2)),
-        seed=0,
-        precision="fp32",
-        head="scalar",
-    )
+    spec = ModelConfig(path=str(directory), lora=LoraConfig(rank=2))
+    scalar = load_model(directory, World(), spec, seed=0, precision="fp32", head="scalar")
     assert {n for n, p in scalar.named_parameters() if p.requires_grad} == {*adapter_names(scalar), "head.weight"}
     assert scalar.peft().obstacles() == ["head.weight (not an adapter)"]
 

@@ -67,13 +67,8 @@ def test_balance_equals_transformers() -> None:
     ours = []
     for layer, router in zip(layers, logits, strict=True):
         probability = router.softmax(-1)
-        ours.append(
-            layer._routing(
-                probability,
-                probability.topk(config["num_experts_per_tok"], -1).indices,
-                torch.ones(len(router), dtype=torch.bool),
-            )
-        )
+        chosen = probability.topk(config["num_experts_per_tok"], -1).indices
+        ours.append(layer._routing(probability, chosen, torch.ones(len(router), dtype=torch.bool)))
     assert float(load_balancing_loss(ours).detach()) == pytest.approx(float(theirs), rel=1e-5)
 
 

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,19 +142,11 @@ def test_compiled_parts_compute_the_same(models) -> None:
     gradients = []
     ways: tuple[tuple[bool, Recompute], ...] = ((False, "none"), (True, "none"), (True, "selective"))
     for compiled, recomputed in ways:
-        model = load_model(
-            Path(models["qwen3"]),
-            World(),
-            ModelConfig(path=models["qwen3"]),
-            seed=0,
-            precision="fp32",
-            compiled=compiled,
-            recomputed=recomputed,
-        )
+        how: dict[str, Any] = {"precision": "fp32", "compiled": compiled, "recomputed": recomputed}
+        model = load_model(Path(models["qwen3"]), World(), ModelConfig(path=models["qwen3"]), seed=0, **how)
         for b in batches:
-            model(
-                b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
-            ).backward()
+            head_fn = partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
+            model(b.tokens, b.positions, b.segments, head_fn).backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     plain, *others = gradients
     # 0 would be the same kernels: nothing was compiled

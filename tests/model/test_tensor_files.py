@@ -15,7 +15,7 @@ from ptf.errors import UserError
 from ptf.model import bridge, model_files, model_writer
 from ptf.model.tensor_files import TensorFiles
 from tests.model.published import mxfp4_checkpoint
-from tests.tiny import checkpoint
+from tests.tiny import checkpoint, configured
 
 
 def refused(directory: Path) -> list[str]:
@@ -104,16 +104,14 @@ def test_a_config_without_a_setting_that_has_no_default(directory):
 
 
 def test_an_architecture_that_is_not_there_is_named_with_the_nearest_and_the_way_out(directory):
-    config = model_files.read_config(directory)
-    (directory / "config.json").write_text(json.dumps({**config, "model_type": "qwen3_nexx"}))
+    configured(directory, model_type="qwen3_nexx")
     (line,) = refused(directory)
     assert all(part in line for part in ("'qwen3_nexx'", "nearest: qwen3", "model.backend: hf", "docs/add_a_model.md"))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8"])
 def test_a_quantised_checkpoint_is_refused(directory, method):
-    config = model_files.read_config(directory)
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    configured(directory, quantization_config={"quant_method": method})
     (line,) = refused(directory)
     assert f"quantised ({method})" in line
     assert ("a copy in bf16" in line) == (method == "fp8")

@@ -37,14 +37,12 @@ FORMS = {
 def units(count: int, seed: int = 0, weight: float = 1.0) -> list[PackUnit]:
     rng = np.random.default_rng(seed)
     made = [tuple(sample(int(rng.integers(4, 14)), 100 * seed + 2 * i + k) for k in range(2)) for i in range(count)]
-    return (
-        [
-            tuple(Document(s.tokens, s.loss_weights * np.float32(weight + i), s.source) for s in unit)
-            for i, unit in enumerate(made)
-        ]
-        if weight != 1
-        else made
-    )
+    if weight == 1:
+        return made
+    return [
+        tuple(Document(s.tokens, s.loss_weights * np.float32(weight + i), s.source) for s in unit)
+        for i, unit in enumerate(made)
+    ]
 
 
 def batches(made: list[PackUnit], width: int = 40) -> list[Batch]:

@@ -26,7 +26,7 @@ from ptf.publish.publishing import _raise_if_worse
 from ptf.recipes.rm.recipe import RM
 from ptf.train.trainer import load_model
 from tests.recipes.of_keys import of_keys
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, read_jsonl
 from tests.train.test_loop import facts, train
 from tests.train.test_preferences import RECIPES, preferences
 
@@ -71,7 +71,7 @@ def test_it_measures_what_the_last_step_of_training_did(tmp_path, name, lora):
     assert found.keys() - seen.keys() == beside | {f"starting_model/{key}" for key in start}
     assert all(0 <= found[key] <= 1 for key in beside)
     if "length_baseline_accuracy/held_out" in beside:  # one token is one character; equal lengths count half
-        pairs = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
+        pairs = read_jsonl(tmp_path / "held_out.jsonl")
         longer = [np.sign(len(pair["chosen"]) - len(pair["rejected"])) for pair in pairs]
         assert min(longer) < 0
         assert found["length_baseline_accuracy/held_out"] == pytest.approx((1 + np.mean(longer)) / 2)

@@ -18,6 +18,8 @@ from ptf.data.document import PackUnit, length
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.decoder import Decoder
+from ptf.recipes import documents
+from ptf.recipes.rm import recipe as rm
 from ptf.recipes.rm.recipe import RM
 from ptf.train.trainer import load_model
 from tests.recipes import dense
@@ -118,8 +120,6 @@ def test_a_score_read_one_token_early_is_another_loss(place, monkeypatch):
     """Negative control."""
     made, recipe = data(FORMS["pair"], 1.0), FORMS["pair"]
     right = ours(recipe, load(place), {}, made)
-    from ptf.recipes import documents
-    from ptf.recipes.rm import recipe as rm
 
     monkeypatch.setattr(rm, "ends", lambda batch: (documents.ends(batch) - 1).clamp(min=0))
     assert abs(ours(recipe, load(place), {}, made) - right) > 1e-2
@@ -155,25 +155,14 @@ def test_tokenized_data_without_scored_responses_are_refused(place):
     """Data of other recipes have none. A batch without documents is accepted."""
     recipe, model = of_keys(RM, loss_type="binary"), load(place)
     sample = data(recipe, 1.0)[0][0]
+
+    def loss_of(**changes: Any) -> float:
+        batch = Batch.of([[(replace(sample, **changes),)]], len(sample))
+        return float(recipe.loss(model, batch, {})[0])
+
     with pytest.raises(UserError, match="have no score at the end of each response: tokenize them again"):
-        recipe.loss(
-            model,
-            Batch.of([[(replace(sample, token_columns={"score": sample.token_columns["score"]}),)]], len(sample)),
-            {},
-        )
-    assert (
-        float(
-            recipe.loss(
-                model,
-                Batch.of(
-                    [[(replace(sample, loss_weights=np.zeros(len(sample), np.float32), token_columns={}),)]],
-                    len(sample),
-                ),
-                {},
-            )[0]
-        )
-        == 0.0
-    )
+        loss_of(token_columns={"score": sample.token_columns["score"]})
+    assert loss_of(loss_weights=np.zeros(len(sample), np.float32), token_columns={}) == 0.0
 
 
 def bare(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -62,14 +62,8 @@ def keep(ledger: Path, attempt: int) -> None:
     def finishing(self: rollouts.Rollouts, *args: Any) -> list[Group]:
         scored = finish(self, *args)
         values = [t.outcome.value if isinstance(t.outcome, Reward) else None for group in scored for t in group]
-        note(
-            "scored",
-            at[0],
-            answers=[
-                [known_by(s), v]
-                for s, v in zip((s for g in scored for t in g for s in samples_of(t)), values, strict=True)
-            ],
-        )
+        known = [known_by(s) for group in scored for t in group for s in samples_of(t)]
+        note("scored", at[0], answers=[list(pair) for pair in zip(known, values, strict=True)])
         return scored
 
     def beginning(self: controller.Controller) -> None:

@@ -281,10 +281,8 @@ def retraining(made: Made) -> Scene:
     job = at(made.job, publish={"to": str(root), "metric": "loss/held_out"})
     artifact = Artifact("x", data={"sums": "changed"})
     for place, base in ((root, "two"), (counterpart, "third")):
-        storage.write_record(
-            f"{place}/{retrain.LAST}",
-            retrain._inputs(job, artifact, base) | {"lineage": f"retrained-{base}", "how": "not published"},
-        )
+        last = {"lineage": f"retrained-{base}", "how": "not published"}
+        storage.write_record(f"{place}/{retrain.LAST}", retrain._inputs(job, artifact, base) | last)
     return Scene(
         root,
         lambda: retrain.has_new_data(job, artifact),
@@ -448,17 +446,12 @@ def remembered(made: Made, kind: str) -> Scene:
     """Prepared data, and what is remembered of having verified them."""
     root, counterpart = made.place("scenes", kind, "a"), made.place("others", kind, "a")
 
+    def write(directory: str) -> None:
+        (Path(directory) / "x.txt").write_text("abc" * 50)
+
     def ask(place: Path) -> Any:
         with remembering(place / "cache"):
-            return held(
-                Path(
-                    prepare.prepare(
-                        lambda directory: (Path(directory) / "x.txt").write_text("abc" * 50),
-                        "key",
-                        str(place / "prepared"),
-                    )
-                )
-            )
+            return held(Path(prepare.prepare(write, "key", str(place / "prepared"))))
 
     for place in (root, counterpart):
         place.mkdir()

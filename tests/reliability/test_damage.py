@@ -126,17 +126,8 @@ def pretokenized(file: Path) -> None:
     said = json.loads(file.read_text())
     # of no text that is probed
     splits = {"type": "Split", "pattern": {"String": "+-+-"}, "behavior": "Removed", "invert": False}
-    file.write_text(
-        json.dumps(
-            {
-                **said,
-                "pre_tokenizer": {
-                    "type": "Sequence",
-                    "pretokenizers": [p for p in (splits, said["pre_tokenizer"]) if p],
-                },
-            }
-        )
-    )
+    both = [p for p in (splits, said["pre_tokenizer"]) if p]
+    file.write_text(json.dumps({**said, "pre_tokenizer": {"type": "Sequence", "pretokenizers": both}}))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

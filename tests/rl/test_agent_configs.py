@@ -11,6 +11,7 @@ import yaml
 
 from ptf.config.plugin_checks import load_checked
 from tests.conftest import ROOT
+from tests.tiny import job_file
 
 ALL = sorted((ROOT / "configs" / "agents").glob("*.yaml"))
 WITHOUT = ("calculator", "nim", "smolagents")  # agents and plays in code of their own
@@ -40,9 +41,8 @@ def test_the_checks_find_nothing(config, tmp_path) -> None:
     load_checked(config)
     wrong = yaml.safe_load(config.read_text())  # negative control
     ((wrong["rollout"].get("environment") or wrong["rollout"]["reward"]).setdefault("args", {}))["idd"] = 1
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(wrong))
     with pytest.raises(Exception, match="has no argument 'idd'"):
-        load_checked(tmp_path / "job.yaml")
+        load_checked(job_file(wrong, tmp_path))
 
 
 @pytest.mark.e2e

@@ -21,6 +21,7 @@ from ptf.rl.in_flight import InFlight
 from ptf.rl.sampler import Sampler
 from ptf.rl.weights.verification import SyncError
 from tests.rl.faulty import keep_a_tensor_at
+from tests.rl.plugs import by_length
 from tests.tiny import arithmetic, online
 from tests.train.test_loop import facts, train, weights
 
@@ -302,7 +303,6 @@ def test_what_it_cannot_do_is_refused_by_name(raw, change, words):
 def test_rewards_of_a_group_are_those_of_its_own_responses(raw, monkeypatch):
     """Each reward is that of the text that was sampled, whichever versions sampled it."""
     _, samples, _ = found(train(raw, "a"))
-    from tests.rl.plugs import by_length
 
     assert len(samples) == STEPS * 18
     scored = [row for row in samples if row["reward"] is not None]

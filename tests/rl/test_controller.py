@@ -16,6 +16,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import frozen_differences, loads
 from ptf.data.trajectory import Reward, Trajectory
 from ptf.errors import UserError
+from ptf.model.decoder import Decoder
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.rl.cluster import LocalRoleGroup
 from ptf.rl.engines.native import NativeEngine
@@ -280,8 +281,6 @@ def test_weights_are_sent_in_the_precision_of_the_engine(raw, monkeypatch, preci
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_tensor_that_the_native_engine_did_not_load_is_found_in_what_it_holds(raw, monkeypatch, precision):
     """The tensors arrive, and one of them is not copied; the difference is far below what log-probs show."""
-    from ptf.model.decoder import Decoder
-
     load, seen = Decoder.load_hf_tensors, watch_sampling(monkeypatch)
     name = "model.layers.0.mlp.down_proj.weight"
     before: dict[str, torch.Tensor] = {}

@@ -80,9 +80,8 @@ def test_loss_and_gradient_are_verls(form):
     made = [tuple(with_rollout(t, seed=7 * g + i) for i, t in enumerate(group)) for g, group in enumerate(groups(4, 5))]
     batch = Batch.of(pack_all(recipe.compute_advantages(made), 40), 40)
     g = torch.Generator().manual_seed(1)
-    logprobs = (
-        batch.token_columns["old_logprobs"] + 0.2 * torch.randn(batch.loss_weights.shape, generator=g)
-    ).requires_grad_()
+    columns, noise = batch.token_columns, 0.2 * torch.randn(batch.loss_weights.shape, generator=g)
+    logprobs = (columns["old_logprobs"] + noise).requires_grad_()
     loss, _ = recipe.loss(Given(logprobs), batch, {})  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(loss / recipe.denominator(batch), logprobs)
 
@@ -95,16 +94,9 @@ def test_loss_and_gradient_are_verls(form):
         clip_ratio_high=recipe.config.clip_high,
         clip_ratio_c=recipe.config.dual_clip or 1e9,
     )
-    old, new, advantages, mask = (
-        padded(v, batch)
-        for v in (
-            batch.token_columns["old_logprobs"],
-            logprobs,
-            batch.token_columns["advantages"],
-            torch.ones_like(logprobs),
-        )
-    )
-    weights = padded_weights(recipe, old - padded(batch.token_columns["rollout_logprobs"], batch), batch)
+    given = (columns["old_logprobs"], logprobs, columns["advantages"], torch.ones_like(logprobs))
+    old, new, advantages, mask = (padded(v, batch) for v in given)
+    weights = padded_weights(recipe, old - padded(columns["rollout_logprobs"], batch), batch)
     config.global_batch_info.update(
         {"loss_scale_factor": LONGEST} if recipe.config.loss_aggregation == "constant_length" else {}
     )
@@ -169,16 +161,10 @@ def test_the_gradient_of_a_token_is_that_of_the_formula(ratio, off, advantage, c
 def with_rollout(t: Trajectory, seed: int) -> Trajectory:
     """Return the trajectory with log-probs of an engine that differ a little from the trainer's."""
     (generation,) = t.generations
-    off = (
-        t.token_columns["old_logprobs"] + 0.1 * np.random.default_rng(seed).normal(size=len(generation.sampled_ids))
-    ).astype(np.float32)
-    return Trajectory(
-        t.prompt,
-        (Generation(generation.context, generation.sampled_ids, off, generation.versions, True),),
-        t.text,
-        t.outcome,
-        t.token_columns,
-    )
+    noise = 0.1 * np.random.default_rng(seed).normal(size=len(generation.sampled_ids))
+    off = (t.token_columns["old_logprobs"] + noise).astype(np.float32)
+    sampled = Generation(generation.context, generation.sampled_ids, off, generation.versions, True)
+    return Trajectory(t.prompt, (sampled,), t.text, t.outcome, t.token_columns)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -339,13 +325,8 @@ def test_the_ratio_of_a_sample_is_the_geometric_mean_of_its_tokens():
     generation = Generation(
         np.array([1], np.int32), np.array([2, 3], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), True
     )
-    t = Trajectory(
-        Prompt(generation.context, {}, "a", 0),
-        (generation,),
-        "",
-        Reward(1.0),
-        {"old_logprobs": np.array([-1.0, -2.0], np.float32)},
-    )
+    prompt, columns = Prompt(generation.context, {}, "a", 0), {"old_logprobs": np.array([-1.0, -2.0], np.float32)}
+    group = [Trajectory(prompt, (generation,), "", Reward(value), columns) for value in (1.0, 0.0)]
     recipe = of_keys(
         GRPO,
         importance_sampling_level="sequence",
@@ -354,10 +335,7 @@ def test_the_ratio_of_a_sample_is_the_geometric_mean_of_its_tokens():
         clip_high=9e9,
         scale_by_std=False,
     )
-    batch = Batch.of(
-        [[recipe.compute_advantages([(t, Trajectory(t.prompt, (generation,), "", Reward(0.0), t.token_columns))])[0]]],
-        4,
-    )
+    batch = Batch.of([recipe.compute_advantages([tuple(group)])[:1]], 4)
     loss, _ = recipe.loss(Given(torch.tensor([[-0.5, -1.0, 0.0, 0.0]])), batch, {})  # type: ignore[arg-type]
     assert float(loss) == pytest.approx(-0.5 * math.exp((0.5 + 1.0) / 2))
 

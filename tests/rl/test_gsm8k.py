@@ -11,7 +11,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.data.tokenizer import Tokenizer
 from ptf.run import run
-from tests.tiny import SIZES
+from tests.tiny import SIZES, read_jsonl
 
 
 @pytest.mark.cluster
@@ -64,7 +64,7 @@ def test_twenty_steps_of_gsm8k(name, shared, tmp_path):
         for row in rows
     )
     assert rows[-1]["no_result_share/test"] == 0
-    samples = [json.loads(line) for line in (made / "samples.jsonl").read_text().splitlines()]
+    samples = read_jsonl(made / "samples.jsonl")
     assert len(samples) == 5 * 4 * 4
     assert all(
         sample["row"]["answer"].rpartition("####")[2].strip() and len(sample["tokens"]) <= 24 for sample in samples

@@ -18,6 +18,7 @@ from ptf.rl.engines.protocol import Request, Sampling
 from ptf.rl.flight_ledger import FlightLedger
 from ptf.rl.in_flight import InFlight
 from ptf.rl.in_flight_group import InFlightGroup
+from tests.tiny import read_jsonl, write_jsonl
 
 STEPS = 12
 
@@ -275,10 +276,8 @@ def test_a_ledger_that_is_damaged_is_named(tmp_path):
 def test_a_ledger_of_another_run_is_refused(tmp_path):
     ledger = tmp_path / "flight.jsonl"
     run(clock(1, wall=True), player(1), steps=4, ledger=ledger)
-    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
-    ledger.write_text(
-        "".join(json.dumps({**line, "version": 7} if "version" in line else line) + "\n" for line in lines)
-    )
+    lines = read_jsonl(ledger)
+    write_jsonl(ledger, [{**line, "version": 7} if "version" in line else line for line in lines])
     with pytest.raises(UserError, match="the ledger is of another run"):
         run(clock(1, wall=True), player(1), ledger=ledger)
 

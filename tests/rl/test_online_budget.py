@@ -13,6 +13,7 @@ from ptf.errors import UserError
 from ptf.rl.online_budget import OnlineBudget, online_budget
 from ptf.rl.weights.stored import BUCKET_BYTES
 from ptf.train.budget import GIB, budget
+from tests.tiny import job_file
 from tests.train.test_budget import DENSE, directory
 
 LAYERS, KV_HEADS, HEAD = DENSE["num_hidden_layers"], DENSE["num_key_value_heads"], DENSE.get("head_dim", 64)
@@ -165,11 +166,10 @@ def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path, capsy
     assert any(
         "raise rollout.gpu_memory_utilization or rollout.tensor_parallel_size" in problem for problem in none.problems
     )
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job(tmp_path).model_dump(mode="json", exclude_defaults=True)))
-    assert main(["plan", str(file), "--workers", "4", "--gpu-memory-gib", "0.2"]) == 1
+    file = job_file(job(tmp_path).model_dump(mode="json", exclude_defaults=True), tmp_path)
+    assert main(["plan", file, "--workers", "4", "--gpu-memory-gib", "0.2"]) == 1
     assert "does not fit: pool all, phase update" in capsys.readouterr().out
-    assert main(["plan", str(file), "--workers", "4", "--json"]) == 0
+    assert main(["plan", file, "--workers", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     whole = planned(tmp_path)
     assert found["memory_gib"]["update"] == {

@@ -1,6 +1,5 @@
 """Pools: who shares devices changes nothing but who waits; and who waits gives its memory back."""
 
-import json
 import os
 import subprocess
 import textwrap
@@ -21,6 +20,7 @@ from ptf.rl.roles import Learner, LearnerSettings
 from tests.child import run_python
 from tests.rl.test_controller import raw as raw  # a fixture
 from tests.rl.test_controller import train
+from tests.tiny import configured
 from tests.train.test_loop import facts
 
 SFT_DATA = {"sources": {"rows": {"path": "rows.jsonl"}}, "seq_len": 64}
@@ -233,15 +233,8 @@ WEIGHTS_MIB = 43.5
 
 @pytest.fixture
 def large(ppo, tmp_path):
-    file = tmp_path / "model" / "config.json"
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "head_dim": 64,
-    }
-    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
+    configured(tmp_path / "model", num_hidden_layers=3, **sizes)
     return {
         **ppo,
         "train": {**ppo["train"], "steps": 2, "validate_every": 0},
@@ -343,11 +336,8 @@ def test_one_process_or_several_in_any_pools_sample_and_train_the_same(raw, ray_
         ("together", 2, 2, one, "ipc"),
     ):
         compute = {"launcher": "ray", "device": "cpu", "workers": workers, "threads": 1, "pools": pools}
-        made = left(
-            train(
-                {**raw, "compute": compute, "rollout": {**raw["rollout"], "replicas": engines, "transport": sent}}, name
-            )
-        )
+        rollout = {**raw["rollout"], "replicas": engines, "transport": sent}
+        made = left(train({**raw, "compute": compute, "rollout": rollout}, name))
         assert made["samples"] == want["samples"], name
         assert made["weights"] == want["weights"], name
         assert made["metrics"] == want["metrics"], name

@@ -63,14 +63,8 @@ def test_with_lambda_1_and_no_values_an_advantage_is_what_is_still_to_come():
 def scored(n: int = 6) -> list:
     rng = np.random.default_rng(3)
     made = [trajectory(i, Reward(float(i % 3))) for i in range(n)]
-    return [
-        tuple(
-            trajectory(
-                i, Reward(float(i % 3)), values=rng.normal(size=len(t.generations[0].sampled_ids)).astype(np.float32)
-            )
-            for i, t in enumerate(made)
-        )
-    ]
+    values = [rng.normal(size=len(t.generations[0].sampled_ids)).astype(np.float32) for t in made]
+    return [tuple(trajectory(i, Reward(float(i % 3)), values=of) for i, of in enumerate(values))]
 
 
 def test_the_critics_loss_and_gradient_are_verls():
@@ -115,12 +109,8 @@ def test_the_policys_loss_has_an_advantage_of_every_token_and_failed_answers_non
         assert sample.token_columns["returns"][-len(wanted) :] == pytest.approx(
             wanted + t.token_columns["values"], abs=1e-6
         )
-    whitened = np.concatenate(
-        [
-            unit[0].token_columns["advantages"][unit[0].loss_weights != 0]
-            for unit in of_keys(PPO).compute_advantages([group])
-        ]
-    )
+    units = of_keys(PPO).compute_advantages([group])
+    whitened = np.concatenate([unit[0].token_columns["advantages"][unit[0].loss_weights != 0] for unit in units])
     assert (float(whitened.mean()), float(whitened.std())) == pytest.approx((0, 1), abs=1e-5)
     assert of_keys(PPO).compute_advantages([(failed,)]) == []
     loss, _ = of_keys(PPO).loss(Given(torch.zeros(1, 40)), Batch.of([pack_all(units[:1], 40)[0]], 40), {})

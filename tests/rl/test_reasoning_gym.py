@@ -1,7 +1,6 @@
 """Rows and scores of reasoning-gym's tasks."""
 
 import contextlib
-import json
 
 import pytest
 
@@ -9,6 +8,7 @@ from ptf.config import Plugin
 from ptf.data.trajectory import Reward
 from ptf.errors import UserError
 from ptf.rl.rewards.scoring import RewardWorkers
+from tests.tiny import read_jsonl
 
 pytest.importorskip("reasoning_gym", reason="needs pip install 'ptf[reasoning-gym]'")
 
@@ -25,14 +25,11 @@ TASKS = {
 }
 
 
-def rows(file):
-    return [json.loads(line) for line in file.open()]
-
-
 def made(directory, tasks, **args):
     prepare(str(directory), tasks=tasks, **{"train": 20, "test": 5, **args})
     return {
-        name: [row for task in tasks for row in rows(directory / name / f"{task}.jsonl")] for name in ("train", "test")
+        name: [row for task in tasks for row in read_jsonl(directory / name / f"{task}.jsonl")]
+        for name in ("train", "test")
     }
 
 

@@ -19,7 +19,9 @@ from ptf.model.chunked import token_logprobs
 from ptf.model.head import Head
 from ptf.model.sampling import LogitsProcessing
 from ptf.recipes.grpo.recipe import GRPO
+from ptf.rl import online_job
 from ptf.rl.engines.protocol import edges_of
+from ptf.rl.weights.verification import SyncError
 from ptf.train.batch_sharding import deal
 from tests.rl.test_controller import raw as raw
 from tests.rl.test_controller import train
@@ -93,9 +95,6 @@ def test_a_nucleus_is_the_trainers_too(short, tmp_path, top_p, with_trie):
 
 
 def test_a_trainer_that_does_not_know_is_stopped(raw, tmp_path, monkeypatch):
-    from ptf.rl import online_job
-    from ptf.rl.weights.verification import SyncError
-
     with_logits_processing = online_job.with_logits_processing
 
     def unaware(recipe, rollout, trie):

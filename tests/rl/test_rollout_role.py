@@ -12,6 +12,7 @@ from ptf.rl.episodes import RolloutFunctions
 from ptf.rl.rollout_role import sampler_spec
 from ptf.rl.sampler import SamplerSettings
 from ptf.tasks.tiny import write_model
+from tests.tiny import configured
 
 
 def job(**sections) -> Job:
@@ -54,9 +55,8 @@ def test_the_limits_of_environments_are_those_of_rewards():
 
 def test_a_cache_on_a_cpu_holds_several_of_the_longest_contexts(tmp_path):
     write_model(tmp_path, "abc")
-    file = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 28, "num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 128}
-    file.write_text(json.dumps(json.loads(file.read_text()) | sizes | {"max_position_embeddings": 4096}))
+    configured(tmp_path, **sizes, max_position_embeddings=4096)
     made = job(train={"steps": 1, "lr": 1e-4, "precision": "bf16"})
     caches = [
         sampler_spec(

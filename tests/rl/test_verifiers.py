@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import ptf
 from ptf.errors import UserError
 from ptf.rl.endpoint.agent_process import own_file
 from ptf.rl.environments import verifiers_agent
 from tests.conftest import ROOT
+from tests.tiny import job_file
 
 PYTHON = str(ROOT / ".venv-verifiers" / "bin" / "python")
 ENV = {"taskset": {"id": "one_more"}}
@@ -52,8 +52,7 @@ def job(tmp_path: Path) -> str:
         "train": {"steps": 2, "lr": 1e-3, "precision": "fp32"},
         "compute": {"launcher": "local", "threads": 1},
     }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
-    return str(tmp_path / "job.yaml")
+    return job_file(raw, tmp_path)
 
 
 @pytest.mark.long

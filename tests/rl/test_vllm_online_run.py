@@ -1,6 +1,5 @@
 """Whole runs with vLLM on Ray, however many processes hold an engine, and however the weights reach it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from ptf.compute.tracking import read_metrics
 from ptf.errors import UserError
 from tests.rl.test_controller import raw, train  # noqa: F401
+from tests.tiny import read_jsonl
 
 APART = {"training": {"roles": ["policy", "reference"]}, "generating": {"roles": ["rollout"]}}
 APART_POLICY = {"training": {"roles": ["policy"]}, "generating": {"roles": ["rollout"]}}
@@ -80,6 +80,6 @@ def test_asynchronous_rollouts_sample_the_same_tokens_again(raw, ray_cluster, st
 
 def sampled(run: Path) -> list[tuple[Any, ...]]:
     """Return the responses of the log, with their rewards."""
-    rows = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    rows = read_jsonl(run / "samples.jsonl")
     assert len(rows) >= 5 * 8
     return [(row["step"], row["response"], row["reward"]) for row in rows]

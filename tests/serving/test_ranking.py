@@ -1,6 +1,5 @@
 """Rankings over HTTP are those that the evaluation of a run makes."""
 
-import json
 from itertools import groupby
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ptf.serving.served_model import ServedModel
 from tests.events.test_model_ranking import asked as prepared
 from tests.events.test_model_ranking import engine_of, prepared_model
 from tests.serving.serving import asked, chatting
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, read_jsonl
 
 RANK = "/v1/rank"
 
@@ -60,7 +59,7 @@ def test_a_ranking_is_that_of_the_evaluation(place):
 
 def test_baskets_are_written_as_in_training(place, tmp_path):
     _, _, prompts = prepared(place)
-    events = [json.loads(line) for line in (place / "made/events.jsonl").read_text().splitlines()]
+    events = read_jsonl(place / "made/events.jsonl")
     histories, texts = [], []
     for prompt in prompts:
         own = [event for event in events if event["user"] == prompt.row["user"]]

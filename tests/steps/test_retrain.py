@@ -1,6 +1,5 @@
 """Retraining: what was not seen before is trained on, from what is published, and only what is better is published."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ from ptf.storage import published_versions
 from steps import retrain
 from steps.stages import evaluate, prepare, publish, tokenize, train
 from tests.flows.toy import ROOT, Toy
-from tests.tiny import arithmetic, write_jsonl
+from tests.tiny import arithmetic, read_jsonl, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -37,7 +36,7 @@ def raw(tmp_path) -> dict:
 
 def sums(directory: Path, first: int, last: int, wrong: bool = False) -> None:
     """A file more of sums, or of sums with one another's answers."""
-    rows = [json.loads(line) for line in (directory / "train.jsonl").read_text().splitlines()][first:last]
+    rows = read_jsonl(directory / "train.jsonl")[first:last]
     answers = [row["messages"][-1]["content"] for row in rows]
     for row, answer in zip(rows, answers[::-1] if wrong else answers, strict=True):
         row["messages"][-1]["content"] = f"{answer}{'+=-' * wrong}"

@@ -1,7 +1,5 @@
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -10,6 +8,7 @@ from ptf.data.encode import encode_document, encode_prompt
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.tasks.arithmetic import exact, prepare
+from tests.tiny import read_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +18,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def pairs(path: Path) -> set[frozenset[int]]:
-    return {frozenset(map(int, re.findall(r"\d+", row["messages"][0]["content"]))) for row in read(path)}
+    return {frozenset(map(int, re.findall(r"\d+", row["messages"][0]["content"]))) for row in read_jsonl(path)}
 
 
 def test_no_tested_pair_is_trained_on_in_either_order(task: Path) -> None:
@@ -33,16 +28,16 @@ def test_no_tested_pair_is_trained_on_in_either_order(task: Path) -> None:
     assert not trained & dev
     assert not trained & test
     assert not dev & test
-    assert len(read(task / "dev.jsonl")) == len(read(task / "test.jsonl")) == 500
+    assert len(read_jsonl(task / "dev.jsonl")) == len(read_jsonl(task / "test.jsonl")) == 500
     assert pairs(task / "held_out_chat.jsonl") == dev
 
 
 def test_answers_are_right(task: Path) -> None:
-    for row in read(task / "train.jsonl"):
+    for row in read_jsonl(task / "train.jsonl"):
         question, answer = (m["content"] for m in row["messages"])
         assert eval(question.rstrip("=")) == int(answer)
     for name in ("train_prompts", "dev", "test"):
-        for row in read(task / f"{name}.jsonl"):
+        for row in read_jsonl(task / f"{name}.jsonl"):
             assert eval(row["messages"][0]["content"].rstrip("=")) == int(row["answer"])
 
 
@@ -55,9 +50,9 @@ def test_the_model_directory_is_one_of_hugging_face(task: Path) -> None:
     assert tokenizer.vocab_size <= config.vocab_size < tokenizer.vocab_size + 8
     assert (config.eos_token_id, config.pad_token_id) == (tokenizer.stop_ids[0], tokenizer.pad_id)
     assert config.eos_token_id != config.pad_token_id
-    longest = max(len(encode_document(row, tokenizer)[0][0]) for row in read(task / "train.jsonl"))
+    longest = max(len(encode_document(row, tokenizer)[0][0]) for row in read_jsonl(task / "train.jsonl"))
     assert longest <= config.max_position_embeddings
-    encode_prompt(read(task / "test.jsonl")[0], tokenizer, "test", 0)
+    encode_prompt(read_jsonl(task / "test.jsonl")[0], tokenizer, "test", 0)
 
 
 def test_the_same_seed_makes_the_same_files(task: Path, tmp_path: Path) -> None:
@@ -69,7 +64,7 @@ def test_the_same_seed_makes_the_same_files(task: Path, tmp_path: Path) -> None:
 
 def test_shuffled_answers_are_the_same_answers_elsewhere(task: Path, tmp_path: Path) -> None:
     prepare(str(tmp_path), shuffle_answers=True)
-    right, wrong = (read(root / "train_prompts.jsonl") for root in (task, tmp_path))
+    right, wrong = (read_jsonl(root / "train_prompts.jsonl") for root in (task, tmp_path))
     assert [r["messages"] for r in right] == [w["messages"] for w in wrong]
     assert sorted(r["answer"] for r in right) == sorted(w["answer"] for w in wrong)
     assert sum(r["answer"] == w["answer"] for r, w in zip(right, wrong, strict=True)) < 0.05 * len(right)
@@ -78,7 +73,7 @@ def test_shuffled_answers_are_the_same_answers_elsewhere(task: Path, tmp_path: P
 
 def test_sizes(tmp_path: Path) -> None:
     prepare(str(tmp_path), high=20, train=100, held_out=10)
-    assert [len(read(tmp_path / f"{name}.jsonl")) for name in ("train", "dev", "test")] == [100, 10, 10]
+    assert [len(read_jsonl(tmp_path / f"{name}.jsonl")) for name in ("train", "dev", "test")] == [100, 10, 10]
     with pytest.raises(UserError, match="raise `high`"):
         prepare(str(tmp_path), high=5)
 

@@ -1,10 +1,8 @@
-import json
 import os
 import random
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +12,7 @@ from ptf.data.encode import encode_document
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.tasks.gsm8k_steps import decimal, generate, numeric, prepare, steps
+from tests.tiny import read_jsonl
 
 SHARED = Path(os.environ.get("PTF_DATA") or Path(__file__).parents[3] / "shared" / "data")
 
@@ -27,21 +26,17 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def questions(path: Path) -> set[str]:
-    return {row["messages"][0]["content"] for row in read(path)}
+    return {row["messages"][0]["content"] for row in read_jsonl(path)}
 
 
 def test_counts(task: Path) -> None:
     known = steps(SHARED / "gsm8k/train.jsonl")
     assert len(known) == len(set(known)) == 11021
     assert len({question for question, _ in known}) == 10772
-    assert len(read(task / "dev.jsonl")) == len(questions(task / "dev.jsonl")) == 500
-    assert len(read(task / "test.jsonl")) == len(questions(task / "test.jsonl")) == 878
-    assert len(read(task / "train.jsonl")) == len(read(task / "train_prompts.jsonl")) + 3000
+    assert len(read_jsonl(task / "dev.jsonl")) == len(questions(task / "dev.jsonl")) == 500
+    assert len(read_jsonl(task / "test.jsonl")) == len(questions(task / "test.jsonl")) == 878
+    assert len(read_jsonl(task / "train.jsonl")) == len(read_jsonl(task / "train_prompts.jsonl")) + 3000
     assert questions(task / "train_prompts.jsonl") | questions(task / "dev.jsonl") == {
         question for question, _ in known
     }
@@ -56,10 +51,10 @@ def test_nothing_tested_is_trained_on(task: Path) -> None:
 
 def test_answers_are_right_and_encodable(task: Path) -> None:
     tokenizer = Tokenizer.load(str(task / "model"))
-    for row in read(task / "train.jsonl"):
+    for row in read_jsonl(task / "train.jsonl"):
         question, answer = (m["content"] for m in row["messages"])
         assert abs(eval(question.rstrip("=")) - float(answer)) < 1e-6
-    for row in read(task / "train.jsonl")[:500]:
+    for row in read_jsonl(task / "train.jsonl")[:500]:
         assert len(encode_document(row, tokenizer)[0][0]) <= 128
 
 

@@ -1,13 +1,13 @@
 """The game of self-play: who wins, which move is trained, when it is counted as the best, and which games there are."""
 
 import asyncio
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ptf.tasks.nim import play, prepare
+from tests.tiny import read_jsonl
 
 
 class Player:
@@ -64,7 +64,7 @@ def test_the_winner_of_the_control_depends_on_the_seed_alone():
 
 def test_games_begin_with_each_pile_once(tmp_path):
     prepare(str(tmp_path))
-    rows = [json.loads(line) for line in (tmp_path / "games.jsonl").read_text().splitlines()]
+    rows = read_jsonl(tmp_path / "games.jsonl")
     assert [row["pile"] for row in rows] == list(range(1, 13))
     assert all(row["messages"] == [{"role": "user", "content": str(row["pile"])}] for row in rows)
     assert (tmp_path / "model" / "config.json").exists()

@@ -20,7 +20,7 @@ from ptf.events.catalogue import Catalogue
 from ptf.events.prepare import generated
 from ptf.run import run
 from ptf.tasks.slates import worth
-from tests.tiny import arithmetic, small_job
+from tests.tiny import arithmetic, read_jsonl, small_job, write_jsonl
 from tests.train import test_loop
 
 SETTINGS: dict[str, Any] = {
@@ -35,16 +35,10 @@ SETTINGS: dict[str, Any] = {
 def histories(directory: Path, head: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     """The raw job that trains on made-up histories in `directory`; `head`: with one over the catalogue."""
     made = directory / "made"
-    declared = (
-        {}
-        if head is None
-        else {
-            "head": {
-                "use": "ptf.events.item_head:NextItem",
-                "args": {"items": str(made / "items.safetensors"), **head},
-            }
-        }
-    )
+    declared = {}
+    if head is not None:
+        args = {"items": str(made / "items.safetensors"), **head}
+        declared = {"head": {"use": "ptf.events.item_head:NextItem", "args": args}}
     generated(str(made), **SETTINGS | settings)
     held_out = {"path": str(made / "held_out.jsonl"), "kind": "prompt"}
     sources, validation = (
@@ -92,13 +86,13 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
     raw["train"] |= {"steps": 80, "validate_every": 0, "global_batch_sequences": 8, "micro_batch_sequences": 8}
     raw["checkpoint"] = {"every": 80}
     found, directory = trained(raw, "whole")
-    rows = [json.loads(line) for line in (directory / "ranked" / "next.jsonl").read_text().splitlines()]
+    rows = read_jsonl(directory / "ranked" / "next.jsonl")
     assert found["all/ndcg@10/next"] == pytest.approx(np.mean([row["all/ndcg@10"] for row in rows]))
     held = tmp_path / "made" / "held_out.jsonl"
-    prompts = [json.loads(line) for line in held.read_text().splitlines()]
+    prompts = read_jsonl(held)
     histories_ = [{key: row[key] for key in ("messages", "history")} for row in prompts]
     random.Random(0).shuffle(histories_)
-    held.write_text("".join(json.dumps(row | other) + "\n" for row, other in zip(prompts, histories_, strict=True)))
+    write_jsonl(held, [row | other for row, other in zip(prompts, histories_, strict=True)])
     strangers = measure_run(loads(yaml.safe_dump(raw)), directory)
     assert found["all/ndcg@10/next"] > strangers["all/ndcg@10/next"] + 0.2
     assert found["new/ndcg@10/next"] > strangers["new/ndcg@10/next"] + 0.1
@@ -159,7 +153,7 @@ def agreed(directory: Path, place: Path) -> int:
     """Return the number of slates of a run. Check that each has four items and that its log-probs are the same in
     the engine and in the trainer."""
     catalogue = Catalogue.load(str(place / "made" / "catalogue.json"))
-    said = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    said = read_jsonl(directory / "samples.jsonl")
     for one in said:
         items = catalogue.read(one["response"])
         assert len({item.name for item in items if item}) == 4
@@ -210,9 +204,9 @@ def test_a_users_future_is_played_out(tmp_path: Path) -> None:
     raw["train"] |= {"steps": 2}
     raw["evaluate"].pop("metrics")
     found, directory = trained(raw, "played")
-    prompts = [json.loads(line) for line in (tmp_path / "made" / "train_prompts.jsonl").read_text().splitlines()]
+    prompts = read_jsonl(tmp_path / "made" / "train_prompts.jsonl")
     futures = {row["messages"][0]["content"]: row for row in prompts}
-    said = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+    said = read_jsonl(directory / "samples.jsonl")
     items, turns = Catalogue.load(catalogue), []
     for one in said:
         row = futures[one["row"]["messages"][0]["content"]]

@@ -100,7 +100,7 @@ def test_a_reward_model_is_padded_with_what_ends_no_response(base: Path) -> None
     assert kept["tokens"][-1] == ends[0]
     assert head_difference(model, kept["tokens"], kept["values"], own) < 1e-4
     for pad in (ends[0], published.hf.pad_token_id - 1):  # of the config alone
-        (model / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+        configured(model, pad_token_id=pad)
         assert head_difference(model, kept["tokens"], kept["values"], own) > 0.01
 
 
@@ -108,8 +108,7 @@ def test_a_reward_model_of_texts_without_an_end_is_read_at_their_last_token(base
     tokenizer = Tokenizer.load(str(base))
     tokenizer.hf.eos_token, tokenizer.hf.chat_template = None, "{% for m in messages %}{{ m.content }}{% endfor %}"
     write_tokenizer(tokenizer.hf, base)
-    config = model_files.read_config(base)
-    (base / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    configured(base, eos_token_id=None)
     assert not Tokenizer.load(str(base)).stop_ids
     model = exported(base, "scalar")
     kept = probe_of(model.parent)

@@ -1,6 +1,5 @@
 """Weights that do not train are held in bf16 under `precision: bf16`: the same bits computed, in half the memory."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.model import bridge, model_writer
 from ptf.model.lora import adapter_names, adapters, merged_weights, whole
 from ptf.model.verify import packed
-from ptf.train import trainer
+from ptf.train import model_source, trainer
 from ptf.train.trainer import load_model
 from tests.model.test_lora import checkpoint
 from tests.tiny import arithmetic, configured
@@ -96,8 +95,7 @@ def test_an_adapter_is_merged_into_what_the_checkpoint_stores(tmp_path, world) -
 @pytest.fixture
 def raw(tmp_path):
     raw = arithmetic(tmp_path)
-    file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"torch_dtype": "bfloat16"}))
+    configured(tmp_path / "model", torch_dtype="bfloat16")
     lora = {"rank": 4, "alpha": 8}
     return {
         **raw,
@@ -134,8 +132,6 @@ def test_a_run_ends_with_the_bits_of_fp32_masters_and_so_does_its_resume(raw, mo
 
 def test_frozen_models_of_a_run_are_loaded_as_such(tmp_path: Path, monkeypatch) -> None:
     """So that a reference is held in the dtype of the computation (`load_model`), with no parameter that trains."""
-    from ptf.train import model_source
-
     asked = list[bool]()
 
     def noted(*args: Any, **options: Any) -> Any:

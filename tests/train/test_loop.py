@@ -19,7 +19,7 @@ from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
 from ptf.run import resolved, run
 from ptf.train.optim import Schedule
-from tests.tiny import arithmetic, write_jsonl
+from tests.tiny import arithmetic, read_jsonl, write_jsonl
 
 
 class Stopped(Exception):
@@ -190,7 +190,7 @@ def test_what_a_run_leaves_is_what_it_says(raw):
     directory = train(raw, "a", track__tensorboard=True)
     assert loads((directory / "job.yaml").read_text()).seed == 1
     assert list((directory / "tensorboard").glob("events.*"))
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = read_jsonl(directory / "metrics.jsonl")
     assert {
         "loss",
         "lr",
@@ -207,7 +207,7 @@ def test_what_a_run_leaves_is_what_it_says(raw):
 
 def test_epochs_train_every_row_as_often_and_resume(raw, tmp_path, monkeypatch):
     """Two sources that end at different times; the steps are counted, and a checkpoint knows them."""
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()][:60]
+    rows = read_jsonl(tmp_path / "train.jsonl")[:60]
     write_jsonl(tmp_path / "a.jsonl", rows[:45])
     write_jsonl(
         tmp_path / "b.jsonl",

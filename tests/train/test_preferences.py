@@ -20,6 +20,7 @@ from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.train.loop import train_offline
+from ptf.train.tokenize import tokenize
 from tests.model.ranks import two_ranks, world_of
 from tests.tiny import arithmetic, checkpoint, write_jsonl
 from tests.train.test_loop import facts, resumed_alike, same, stopped, train, weights
@@ -118,16 +119,9 @@ def perturb(path: Path) -> None:
 def test_adapters_make_a_policy_its_own_reference(tmp_path):
     """The run begins at ln 2, as it must whatever the reference is, and goes as with a second model."""
     raw = preferences(tmp_path, "dpo")
-    start = train(
-        {
-            **raw,
-            "recipe": "sft",
-            "algo": {},
-            "data": raw["data"]
-            | {"sources": raw["data"]["sources"] | {"sums": completions(tmp_path)}, "validation": {}},
-        },
-        "start",
-    )
+    sources = raw["data"]["sources"] | {"sums": completions(tmp_path)}
+    data = raw["data"] | {"sources": sources, "validation": {}}
+    start = train({**raw, "recipe": "sft", "algo": {}, "data": data}, "start")
     raw["model"] = {"path": str(start / "model"), "lora": {"rank": 4}}
     own = train(raw, "own")
     second = train({**raw, "algo": raw["algo"] | {"reference": str(start / "model")}}, "second")
@@ -215,7 +209,6 @@ def test_a_limit_holds_for_what_is_found_ahead(tmp_path):
     """The limit of a source also applies to log-probs computed before training, if the data were tokenized without
     one."""
     raw = preferences(tmp_path, "dpo ahead")
-    from ptf.train.tokenize import tokenize
 
     made = tokenize(loads(yaml.safe_dump(raw)), Tokenizer.load(raw["model"]["path"]), 1)
     few = {"path": made["sums"], "kind": "tokenized", "limit": 3, "epochs": 1}

@@ -27,9 +27,9 @@ from ptf.train.precompute import _start
 from ptf.train.trainer import load_model
 from tests import tiny
 from tests.model.published import mxfp4_checkpoint
-from tests.model.test_quantised_weights import WIDTHS
+from tests.model.test_quantised_weights import WIDTHS, experts
 from tests.recipes.of_keys import of_keys
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, configured
 from tests.train.test_loop import facts, resumed_alike, same, stopped, train, weights
 
 LORA = {"rank": 4, "alpha": 8}
@@ -38,8 +38,7 @@ LORA = {"rank": 4, "alpha": 8}
 @pytest.fixture
 def raw(tmp_path: Path) -> dict:
     raw = arithmetic(tmp_path)
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 128}))
+    configured(tmp_path / "model", intermediate_size=128)
     lora = {**raw["model"], "lora": LORA, "quantization": "nf4"}
     return {**raw, "model": lora, "train": {**raw["train"], "lr": 1e-2}}
 
@@ -159,8 +158,6 @@ def test_a_merged_model_that_is_not_the_checkpoint_with_the_adapter_is_no_succes
 
 
 def test_adapters_on_one_of_the_projections_of_packed_experts_are_written(tmp_path: Path) -> None:
-    from tests.model.test_quantised_weights import experts
-
     directory = experts(tmp_path / "m")
     lora = LoraConfig(**{**LORA, "targets": ["layers.*.attn.*_proj", "layers.*.moe.experts.gate_proj"]})
     spec = ModelConfig(path=str(directory), lora=lora, quantization="nf4")

@@ -17,7 +17,8 @@ from ptf.data.packing import pack_all
 from ptf.errors import UserError
 from ptf.run import run
 from ptf.train.batch_sharding import deal
-from tests.tiny import arithmetic, sample
+from ptf.train.budget import budget
+from tests.tiny import arithmetic, job_file, sample
 from tests.train.test_loop import weights
 
 NUMBERS = ("loss", "grad_norm", "tokens", "loss_denominator", "loss/held_out")
@@ -68,15 +69,12 @@ def test_a_tensor_group_gets_the_same_rows() -> None:
 )
 def test_a_mesh_that_does_not_divide_the_workers_is_refused(tmp_path, mesh, message) -> None:
     raw = {**arithmetic(tmp_path), "compute": {"workers": 8, "launcher": "torchrun", "mesh": mesh}}
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(raw))
     with pytest.raises(UserError, match=message):
-        load(str(tmp_path / "job.yaml"))
+        load(job_file(raw, tmp_path))
 
 
 def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_built(tmp_path) -> None:
     """Two key-value heads over four ranks, as `ptf plan` and every rank find it."""
-    from ptf.train.budget import budget
-
     raw = arithmetic(tmp_path)
     raw["compute"] = {"workers": 4, "launcher": "torchrun", "mesh": {"tensor_parallel_size": 4}}
     with pytest.raises(

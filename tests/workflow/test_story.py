@@ -19,7 +19,7 @@ import yaml
 from ptf import storage
 from ptf.storage import file_verification, published_versions
 from tests.flows.toy import ROOT, Toy
-from tests.tiny import arithmetic
+from tests.tiny import arithmetic, read_jsonl
 from tests.workflow.gateway import Gateway, missing
 
 pytestmark = pytest.mark.s3
@@ -94,10 +94,7 @@ def sums(
     directory = tmp_path_factory.mktemp("sums")
     raw = arithmetic(directory, rows=400)
 
-    def rows(name):
-        return [json.loads(line) for line in (directory / name).read_text().splitlines()]
-
-    return raw, rows("train.jsonl"), rows("held_out.jsonl"), rows("prompts.jsonl")
+    return raw, *(read_jsonl(directory / f"{name}.jsonl") for name in ("train", "held_out", "prompts"))
 
 
 def test_train_train_on_publish_retrain_and_go_back(place, sums):
@@ -293,13 +290,8 @@ def test_a_store_that_cannot_be_reached_is_one_message_before_anything_is_traine
     gateway, tmp_path, sums, env, messages
 ):
     p = Place(tmp_path / "p", "s3://stories/unreached", (), gateway.env | env)
-    done = p.flow(
-        CRASHING,
-        "run",
-        "--config",
-        p.config("job.yaml", sums[0] | {"output": "runs", "publish": {"to": f"{p.root}/published"}}),
-        fails=True,
-    )
+    job = p.config("job.yaml", sums[0] | {"output": "runs", "publish": {"to": f"{p.root}/published"}})
+    done = p.flow(CRASHING, "run", "--config", job, fails=True)
     said = done.stdout + done.stderr
     assert all(message in said for message in messages), said
     assert "Traceback" not in said
@@ -317,13 +309,8 @@ def test_a_pointer_that_leads_nowhere_is_one_message(place, sums, pointer, messa
     storage.write_text(f"{root}/v1/model.bin", "x")
     if pointer:
         storage.write_text(f"{root}/latest.json", pointer)
-    done = p.flow(
-        FLOWS / "sft_flow.py",
-        "run",
-        "--config",
-        p.config("job.yaml", sums[0] | {"output": "runs", "model": {"path": root}}),
-        fails=True,
-    )
+    job = p.config("job.yaml", sums[0] | {"output": "runs", "model": {"path": root}})
+    done = p.flow(FLOWS / "sft_flow.py", "run", "--config", job, fails=True)
     assert message in done.stdout + done.stderr, done.stdout + done.stderr
     assert root in done.stdout + done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

@@ -215,11 +215,8 @@ def test_arrays_are_cut_where_their_elements_end(
     inside: bool,
 ) -> None:
     path = tmp_path_factory.mktemp("json") / "a.json"
-    path.write_text(
-        json.dumps(
-            {"a": "]", "rows": [{}, *rows], "b": 1} if inside else [{}, *rows], indent=indent, ensure_ascii=ascii
-        )
-    )
+    value = {"a": "]", "rows": [{}, *rows], "b": 1} if inside else [{}, *rows]
+    path.write_text(json.dumps(value, indent=indent, ensure_ascii=ascii))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "LINES_BYTES", size)
         patch.setattr("ptf.data.sources.json_array.READ", read)

@@ -24,6 +24,7 @@ from ptf.data.sources.rows import SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data import read_form
+from tests.tiny import write_jsonl
 
 ROWS = [
     {
@@ -54,7 +55,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stored", ["rows.parquet", "rows"])
 def test_rows_that_datasets_stored_are_those_it_read(stored: str, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
     loaded: Any = datasets.load_dataset(
         "json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
     )

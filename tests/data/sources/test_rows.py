@@ -20,6 +20,7 @@ from ptf.data.sources.blocks import Lines
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
+from tests.tiny import write_jsonl
 
 FORMATS = ("jsonl", "jsonl.gz", "parquet")
 
@@ -223,7 +224,7 @@ def test_rows_in_all_are_known_from_those_read_whatever_was_kept(
 ) -> None:
     monkeypatch.setattr(readers, "LINES_BYTES", 1000)
     monkeypatch.setattr(readers, "KEEP_BYTES", 0)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"n": n, "text": "x" * 80}) + "\n" for n in range(1000)))
+    write_jsonl(tmp_path / "a.jsonl", [{"n": n, "text": "x" * 80} for n in range(1000)])
     reader = Reader(str(tmp_path))
     for number in range(20):
         reader.block(0, number)

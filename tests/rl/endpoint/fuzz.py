@@ -498,18 +498,12 @@ def fuzz(
     engine = engine or ScriptedEngine(tokenizer)
     play = FuzzPlay(calls, session)
     limits = Limits(Sampling(60, 1.0, tokenizer.stop_ids), 900)
-    episodes = [
-        Episode(
-            Prompt(np.array([9], np.int32), {}, "a", index),
-            limits,
-            tokenizer,
-            lambda number, index=index: (index + 1) * 10_000 + number,
-            play,
-            timeout_s=60,
-        )
-        for index in seeds
-    ]
-    trajectories = asyncio.run(run_all(engine, episodes))
+
+    def episode(index: int) -> Episode:
+        prompt = Prompt(np.array([9], np.int32), {}, "a", index)
+        return Episode(prompt, limits, tokenizer, lambda number: (index + 1) * 10_000 + number, play, timeout_s=60)
+
+    trajectories = asyncio.run(run_all(engine, list(map(episode, seeds))))
     report = Report()
     for index, trajectory in zip(seeds, trajectories, strict=True):
         if index not in play.judged:

@@ -5,11 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import yaml
 
+from ptf.compute.tracking import read_metrics
 from ptf.config import loads
 from ptf.rl.engines.conformance import ConformanceSuite, Violation, make_of
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.weights.verification import Receipt
+from ptf.run import run
 from tests.child import run_python
 from tests.rl.faulty import Plugged
 from tests.rl.test_controller import raw as raw
@@ -149,11 +152,6 @@ def test_vllm_will_do():
 
 
 def test_a_run_with_an_engine_of_ones_own(raw):
-    import yaml
-
-    from ptf.compute.tracking import read_metrics
-    from ptf.run import run
-
     raw["rollout"]["engine"] = {"use": "tests.rl.engines.test_conformance:Own"}
     raw["train"]["steps"] = 2
     rows = read_metrics(run(loads(yaml.safe_dump(raw)), "a") / "metrics.jsonl")

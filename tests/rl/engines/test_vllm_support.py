@@ -5,6 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.vllm_families import DTYPES, LENGTHS, is_right, rows_of, small_c
 from ptf import api, cli
 from ptf.config import loads
 from ptf.errors import UserError
+from ptf.evaluate import measurement
 from ptf.inspection.touch import raise_if_vllm_is_wrong
 from ptf.model.families import MODULES, family_of
 from ptf.rl.engines import vllm_support
@@ -158,10 +160,6 @@ def test_auto_is_native_where_vllm_is_wrong(tmp_path):
 
 
 def test_an_evaluation_says_why_it_is_native(tmp_path, here, monkeypatch, capsys):
-    from types import SimpleNamespace
-
-    from ptf.evaluate import measurement
-
     monkeypatch.setattr(measurement, "pick_device", lambda device: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(measurement, "installed_build", lambda: GPU)
     job = loads(job_file(tmp_path, "qwen3_next", tie_word_embeddings=True).read_text())

@@ -10,7 +10,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import ConfigError, Plugin, loads
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
 from ptf.rl.environments.protocol import StepResult
-from ptf.rl.rewards.scoring import Rewards, RewardWorkers, score_groups
+from ptf.rl.rewards.scoring import GroupScoring, Rewards, RewardWorkers, score_groups
 from ptf.run import run
 from tests.rl.test_controller import raw as raw  # a fixture
 
@@ -101,8 +101,6 @@ def test_sources_without_a_reward_are_refused(raw, change, message):
 def test_answers_are_scored_while_others_are_generated(raw, monkeypatch):
     """The reward of a group has been called before the last group was there; a replica that is replaced gives a group
     twice, which is scored once."""
-    from ptf.rl.rewards.scoring import GroupScoring
-
     groups = [group("a", ["x", "xx"]), group("b", ["xxx"])]
     with (
         closing(RewardWorkers(Plugin(use=f"{__name__}:longer"), 5)) as workers,
