@@ -29,7 +29,6 @@ from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.rank_balancing import group_size
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.stream import settle
 from ptf.data.token_file import ROWS_IN_GROUP, RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.train.batch_sharding import deal
@@ -225,7 +224,7 @@ def continuing_lanes(directory: Path, lanes: int) -> Run:
     state = {"step": 1, "lanes": {str(lane): one for lane, one in step.states.items()}}
 
     def run() -> None:
-        loader(made(place, lanes, encode), lanes).load_state_dict({**state, "lanes": settle(state["lanes"])})
+        loader(made(place, lanes, encode), lanes).load_state_dict({**state, "lanes": state["lanes"]})
 
     return run
 

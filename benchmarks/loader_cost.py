@@ -29,14 +29,13 @@ from flow_runs import results_page
 from pages import head, table, write_page
 
 from ptf import storage
-from ptf.data import encode, encoded, loader, mixture, order, packing, stream, token_file, tokenized
+from ptf.data import encode, encoded, loader, mixture, order, packing, token_file, tokenized
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.data.document import Document
 from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.sources import columnar
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.stream import settle
 from ptf.data.token_file import ROWS_IN_GROUP, RowFile, side_by_side, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from tests.data.test_order import labelled, labels, mixed, partitions_of
@@ -113,10 +112,9 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
 STAGES = {
     "parquet: read and decompress a row group": [(columnar.Parquet, "block")],
     "its columns as arrays": [(token_file.TokenRows, "__init__")],
-    "order of the rows": [(order.Ranges, "__next__")],
+    "order of the rows": [(order.KnownRows, "__next__")],
     "samples of a row, and counts": [(encode.Encoder, "__call__")],
-    "their places": [(encoded.Encoded, "__next__")],
-    "shuffle": [(stream.Shuffle, "__next__")],
+    "their places": [(encoded.Encoded, "_read")],
     "mixture": [(mixture.Mixer, "__next__")],
     "packing": [(packing.Packer, "__next__")],
     "states of the partitions": [(Loader, "_snapshot")],
@@ -155,7 +153,7 @@ def state_bytes(directory: Path, tokenizer: Tokenizer) -> int:
     partition = made(directory, tokenizer, 8)(0)
     for _ in range(20):
         next(partition)
-    return len(pickle.dumps(settle(partition.state_dict())))
+    return len(pickle.dumps(partition.state_dict()))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ class Place(NamedTuple):
     row: int = 0
     number: int = 0  # of the unit among the row's units
     empty_before: int = 0  # rows just before it that gave no unit
+    checksum: int = 0  # of its tokens: shows whether a unit that is read again is the same one
     rows: float = 1.0  # the rows `empty_before`, and the unit's share of its own row
 
 
@@ -71,11 +72,6 @@ def length(unit: PackUnit) -> int:
     if len(unit) == 1:
         return len(unit[0].tokens)
     return sum(len(document.tokens) for document in unit)
-
-
-def epoch_of(unit: PackUnit) -> int:
-    """Return the epoch in which a pack unit was read."""
-    return unit[0].place.epoch
 
 
 def rows_of_unit(unit: PackUnit) -> float:

@@ -5,7 +5,7 @@ the process that continues from the state reads the units again.
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +16,12 @@ from ptf.data.document import PackUnit, Place
 from ptf.data.encode import Encoder
 from ptf.data.order import PartitionSource
 from ptf.data.sources.rows import RawRow
-from ptf.data.stream import Deferred
 from ptf.errors import UserError
 
 
 @dataclass(eq=False)
 class Encoded:
-    """Stream[PackUnit]: the samples of a partition's rows, one after the other.
+    """Passes[PackUnit]: the samples of a partition's rows, one after the other.
 
     It ends if no row of the partition will ever give a sample, although rows of other partitions do.
     """
@@ -40,9 +39,19 @@ class Encoded:
     _ended: bool = False
 
     def __next__(self) -> PackUnit:
-        while not self._pending:
-            if self._ended:
-                raise StopIteration
+        self._read()
+        if not self._pending:
+            raise StopIteration
+        return self._pending.pop()
+
+    def passes(self) -> int | None:
+        """Return the epochs of which every unit has been yielded; None at the end. This may read the next rows."""
+        self._read()
+        return self._pending[-1][0].place.epoch if self._pending else None
+
+    def _read(self) -> None:
+        """Read rows until one gives a unit, unless units are left."""
+        while not self._pending and not self._ended:
             row = next(self.source)
             if self._empty_rows and row.epoch - self._last_epoch > self.patience:
                 if not self.any_sample():
@@ -52,46 +61,39 @@ class Encoded:
             self._empty_rows = 0 if self._pending else self._empty_rows + 1
             if self._pending:
                 self._last_epoch = row.epoch
-        return self._pending.pop()
 
     def _placed(self, row: RawRow, units: Sequence[PackUnit], empty_rows: int) -> list[PackUnit]:
         """Return the units of one row with their places; those of baskets in an order that the place names."""
-        row_place, placed = (row.epoch, row.file, row.number, row.row), []
+        placed = []
         for i, unit in enumerate(units):
-            empty = 0 if i else empty_rows
-            place = Place(self.name, *row_place, i, empty, empty + 1 / len(units))
-            ordered = reorder_baskets(unit, f"{self.reorder}/{(*row_place, i)}")
+            ordered, empty = reorder_baskets(unit, f"{self.reorder}/{(*row.place, i)}"), 0 if i else empty_rows
+            place = Place(self.name, *row.place, i, empty, checksum(ordered), empty + 1 / len(units))
             placed.append(tuple(replace(document, place=place) for document in ordered))
         return placed
 
-    def dump(self, units: Sequence[PackUnit]) -> np.ndarray:
-        """Return the places and checksums of units, [units, 7] int32."""
-        return np.array([_identity(unit) for unit in units], np.int32).reshape(-1, 7)
-
-    def load(self, places: np.ndarray) -> list[PackUnit]:
-        """Read the units of places again, every row once.
+    def read_again(self, places: Iterable[Place]) -> dict[Place, PackUnit]:
+        """Read the units of places again, in the order of the files.
 
         Raise UserError where another unit is found.
         """
-        by_place: dict[tuple[int, ...], PackUnit] = {}
-        for key in sorted({tuple(place) for place in places.tolist()}):
-            epoch, file, number, row, i, empty_rows, _ = key
-            at = self.source.at(file, number, row, epoch)
-            units = self._placed(at, self.reread_encoder(at), empty_rows)
-            if i >= len(units) or _identity(units[i]) != key:
+        found: dict[Place, PackUnit] = {}
+        for place in sorted(set(places)):
+            row = self.source.at(place.file, place.block, place.row, place.epoch)
+            units = self._placed(row, self.reread_encoder(row), place.empty_before)
+            if place.number >= len(units) or units[place.number][0].place != place:
                 raise UserError(
-                    f"{at.where} is not what it was when the checkpoint was written: "
+                    f"{row.where} is not what it was when the checkpoint was written: "
                     "training cannot continue where it stopped"
                 )
-            by_place[key] = units[i]
-        return [by_place[tuple(place)] for place in places.tolist()]
+            found[place] = units[place.number]
+        return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last unit; `settle` finishes it."""
+        """Return the state after the last unit."""
         return {
             "source": self.source.state_dict(),
             "counts": dict(self.encoder.counts),
-            "pending": Deferred(tuple(self._pending), self.dump),
+            "pending": [tuple(unit[0].place) for unit in self._pending],
             "without": self._empty_rows,
             "found": self._last_epoch,
             "ended": self._ended,
@@ -106,15 +108,14 @@ class Encoded:
             int(state["found"]),
             bool(state["ended"]),
         )
-        self._pending = self.load(state["pending"])
+        places = [Place(*place) for place in state["pending"]]
+        again = self.read_again(places)
+        self._pending = [again[place] for place in places]
 
 
-def _identity(unit: PackUnit) -> tuple[int, ...]:
-    """Return epoch, file, block, row, number in the row, empty rows before it, and checksum of a unit.
-
-    When the unit is read again, the checksum of its tokens shows whether it is the same one.
-    """
+def checksum(unit: PackUnit) -> int:
+    """Return the CRC-32 of a unit's tokens."""
     crc = 0
     for document in unit:
         crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
-    return *unit[0].place[1:7], crc - (1 << 31)
+    return crc

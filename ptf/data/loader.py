@@ -21,7 +21,6 @@ from ptf.data.document import PackUnit, length
 from ptf.data.packing import idle
 from ptf.data.partitions import Partitions
 from ptf.data.rank_balancing import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
-from ptf.data.stream import settle
 from ptf.errors import UserError
 
 AHEAD = 4  # global steps that are packed ahead
@@ -226,7 +225,7 @@ class Loader(Iterator[list[Batch]]):
         """Return the state after the last step that was yielded, with the partitions that this rank serves."""
         return {
             "step": self.step,
-            "lanes": {str(partition): settle(state) for partition, state in self._states.items()},
+            "lanes": {str(partition): state for partition, state in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

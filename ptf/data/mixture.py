@@ -4,19 +4,19 @@ The mixture is not random. The next sample is taken from the stream that is furt
 stream has contributed its share to within one sample, and the counts are the mixture's whole state.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from ptf.data.document import length, rows_of_unit
+from ptf.data.document import length
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.stream import Shuffle, randint
+from ptf.data.stream import Passes, randint
 from ptf.errors import UserError
 
 T = TypeVar("T")
 
 
-class Mixer(Generic[T]):
+class Mixer(Iterator[T], Generic[T]):
     """Stream[T]: a mixture of streams by shares, which are counted in samples or, with `size`, in units of `size`.
 
     `exhausted` is what happens when a stream has yielded its `epochs`: `drop` continues with the other streams, in
@@ -26,7 +26,7 @@ class Mixer(Generic[T]):
 
     def __init__(
         self,
-        streams: Mapping[str, Shuffle[T]],
+        streams: Mapping[str, Passes[T]],
         shares: Mapping[str, float],
         *,
         size: Callable[[T], float] | None = None,
@@ -86,7 +86,7 @@ class Mixer(Generic[T]):
         return [name for name in self._streams if name not in self._empty] if self._exhausted == "repeat" else left
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last item; `settle` converts it to values."""
+        """Return the state after the last item."""
         streams = {name: stream.state_dict() for name, stream in self._streams.items()}
         return {
             "taken": dict(self.taken),
@@ -153,10 +153,10 @@ class Mixture:
 
     def mixed(
         self,
-        streams: Mapping[str, Shuffle[Any]],
+        streams: Mapping[str, Passes[Any]],
         shares: Mapping[str, float],
         partition: int,
-        rows: Callable[[Any], float] = rows_of_unit,
+        rows: Callable[[Any], float],
     ) -> Mixer[Any]:
         """Return the mixture of the streams that a partition reads.
 

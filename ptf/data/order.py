@@ -1,36 +1,39 @@
 """Which rows of a source a partition reads, and in which order.
 
-There are two orders. Where the number of rows in every block is known (row groups of parquet, lines on disk), each
-epoch permutes the blocks of all files, numbers the rows in that order, and gives each partition a range of the numbers.
-A partition then opens few blocks. It reads several of them side by side: each next row comes from a random one.
+There are two ways to deal rows out. Where the number of rows in every block is known (row groups of parquet, lines on
+disk), each epoch permutes the blocks of all files, numbers the rows in that order, and gives each partition a range of
+the numbers. A partition then opens few blocks.
 
 Where the number is not known (compressed files, lines in a store), or the files are to be read in their order, the rows
 of all epochs are one list, and row k belongs to partition k mod partitions. Every partition then passes over all
 blocks, in the order of the files or of whole files that each epoch permutes.
 
-Both depend on (files, seed, epoch, partition) alone, and give every row to one partition in every epoch. If the number
-of rows R is no multiple of the number of partitions P, R mod P of them have one row more in an epoch e: those with the
-numbers (e·R + k) mod P. Over any number of epochs, no partition reads two rows more than another.
+A partition's consecutive rows, in groups, are then permuted: all rows of a few blocks, or `window` rows. A group is one
+permutation of its own key, so the rows of a partition follow from an epoch and an index.
+
+All of it depends on (files, seed, epoch, partition) alone, and gives every row to one partition in every epoch. If the
+number of rows R is no multiple of the number of partitions P, R mod P of them have one row more in an epoch e: those
+with the numbers (e·R + k) mod P. Over any number of epochs, no partition reads two rows more than another.
 """
 
 import sys
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptf.data.sources.blocks import Block
 from ptf.data.sources.reader import Reader
-from ptf.data.sources.rows import RawRow, blocks_once, fingerprint, raise_if_other_files
-from ptf.data.stream import Draws, permutation
+from ptf.data.sources.rows import RawRow, ReadBlock, blocks_once, fingerprint, raise_if_other_files
+from ptf.data.stream import permutation
 from ptf.errors import UserError
 
-ORDER = 2  # version of the order of rows, stored in states that refer to it
-# blocks that are read side by side, over all partitions; fewer where blocks are large
+ORDER = 3  # version of the order of rows, stored in states that refer to it
+# blocks whose rows are permuted together, over all partitions; fewer where blocks are large
 OPEN, OPEN_LEAST, OPEN_BYTES = 64, 8, 256 << 20
-BEGIN = 2  # blocks that a partition reads before its first row is packed, if they are large enough
-GAP = 32  # rows between the openings of further blocks, at the start
+BEGIN = 2  # blocks in a partition's first group, so that training begins soon
 
 
 def raise_if_other_order(state: Mapping[str, Any]) -> None:
@@ -82,57 +85,75 @@ class Extent:
         return Extent(files, numbers, counted_rows, lines_before, whole, int(counted_rows.sum()))
 
 
+class Pieces(NamedTuple):
+    """Pieces of blocks, one after the other; their rows are numbered from 0."""
+
+    pieces: np.ndarray  # [n, 3] int64: block, first row, end
+    ends: Sequence[int]  # rows up to the end of each piece
+
+    @staticmethod
+    def of(blocks: np.ndarray, first: np.ndarray, end: np.ndarray) -> "Pieces":
+        """Return the pieces of some blocks, each given by its first row and its end."""
+        return Pieces(np.stack([blocks, first, end], 1), np.cumsum(end - first).tolist())
+
+
 class Ordered:
     """What the partitions of a process share of a source: its reader, its number of rows, and the order of each
     epoch."""
 
-    def __init__(self, reader: Reader, key: str, partitions: int, limit: int | None = None, shuffled: bool = True):
-        """Make the order. `key` names the randomness; without `shuffled`, rows come in the order of the files."""
-        self.reader, self.key, self.partitions, self.limit, self.shuffled = reader, key, partitions, limit, shuffled
+    def __init__(self, reader: Reader, key: str, partitions: int, window: int, limit: int | None = None):
+        """Make the order. `key` names the randomness; `window` is the least number of rows of a partition that are
+        permuted together. With 0, rows come in the order of the files."""
+        self.reader, self.key, self.partitions, self.window, self.limit = reader, key, partitions, window, limit
         counts = reader.counts()
         self.extent = Extent.of(reader, counts, limit)
         self.rows = None if self.extent is None else self.extent.total  # in an epoch; None where that is not known
-        self.by_block = shuffled and counts is not None  # blocks are permuted; otherwise whole files are, or nothing is
+        self.by_block = window > 0 and counts is not None  # blocks are permuted; otherwise whole files are, or nothing
         blocks = sum(map(len, counts or ()))
         self.open = min(OPEN, max(OPEN_LEAST, OPEN_BYTES * blocks // max(1, sum(reader.sizes))))
         self.fingerprint = fingerprint(reader)
-        # epoch → the order of blocks, rows up to the end of each, ranges of partitions
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        # epoch → the order of its blocks, and of blocks that are permuted the ranges of the partitions
+        self._epochs: dict[int, tuple[Pieces, np.ndarray | None]] = {}
 
-    def partition(self, partition: int, window: int) -> "Ranges | RoundRobin":
-        """Return the rows of a partition; `window` is the number of rows that are read before the first one is
-        trained."""
-        return Ranges(self, partition, window) if self.by_block else RoundRobin(self, partition)
+    def partition(self, partition: int) -> "KnownRows | UnknownRows":
+        """Return the rows of a partition."""
+        return UnknownRows(self, partition) if self.extent is None else KnownRows(self, partition)
 
-    def files(self, epoch: int) -> list[int]:
+    def permuted(self, n: int, *key: int) -> Sequence[int] | np.ndarray:
+        """Return the order of n rows of a group that `key` names."""
+        return permutation("/".join(map(str, (self.key, "rows", *key))), n) if self.window else range(n)
+
+    def files(self, epoch: int) -> np.ndarray:
         """Return the files in the order in which they are read whole."""
         n = len(self.reader.uris)
-        return permutation(f"{self.key}/files/{epoch}", n).tolist() if self.shuffled else list(range(n))
+        return permutation(f"{self.key}/files/{epoch}", n) if self.window else np.arange(n)
 
-    def pieces(self, epoch: int, partition: int) -> np.ndarray:
-        """Return the pieces of permuted blocks that a partition reads in an epoch.
-
-        They are [n, 3] int64: block, first row, end.
-        """
+    def pieces(self, epoch: int, partition: int) -> Pieces:
+        """Return the pieces of blocks whose rows a partition has in an epoch; where blocks are not permuted, all."""
         assert self.extent is not None
-        if not size(self.extent.total, self.partitions, epoch, partition):
-            return np.zeros((0, 3), np.int64)
         if epoch not in self._epochs:
-            order = permutation(f"{self.key}/blocks/{epoch}", len(self.extent.rows))
             # partitions are at most an epoch apart, but for those that begin
             self._epochs = {e: order for e, order in self._epochs.items() if e >= epoch - 1}
-            ranges = shares(self.extent.total, self.partitions, epoch, f"{self.key}/lanes/{epoch}")
-            self._epochs[epoch] = order, np.cumsum(self.extent.rows[order]), ranges
-        order, ends, ranges = self._epochs[epoch]
-        start, end = ranges[partition]
-        first, last = np.searchsorted(ends, [start, end - 1], "right")
-        blocks = order[first : last + 1]
-        before = ends[first : last + 1] - self.extent.rows[blocks]
-        pieces = np.stack(
-            [blocks, np.maximum(start - before, 0), np.minimum(end - before, self.extent.rows[blocks])], 1
-        )
+            self._epochs[epoch] = self._ordered_blocks(self.extent, epoch)
+        whole, ranges = self._epochs[epoch]
+        if ranges is None:
+            return whole
+        start, end = ranges[partition].tolist()
+        among = slice(bisect_right(whole.ends, start), bisect_right(whole.ends, end - 1) + 1)
+        blocks, _, rows = whole.pieces[among].T
+        before = np.array(whole.ends[among]) - rows
+        first, last = np.maximum(start - before, 0), np.minimum(end - before, rows)
         # the first piece may be a small part of a block: moved to the end, it causes no extra block to be read early
-        return np.roll(pieces, -1, 0)
+        return Pieces.of(*(np.roll(values, -1) for values in (blocks, first, last)))
+
+    def _ordered_blocks(self, extent: Extent, epoch: int) -> tuple[Pieces, np.ndarray | None]:
+        """Return all blocks in an epoch's order, and the partitions' ranges where blocks are permuted."""
+        if self.by_block:
+            order = permutation(f"{self.key}/blocks/{epoch}", len(extent.rows))
+            ranges = shares(extent.total, self.partitions, epoch, f"{self.key}/lanes/{epoch}")
+        else:
+            order, ranges = np.argsort(np.argsort(self.files(epoch))[extent.files], kind="stable"), None
+        return Pieces.of(order, np.zeros_like(order), extent.rows[order]), ranges
 
 
 def size(rows: int, partitions: int, epoch: int, partition: int) -> int:
@@ -184,167 +205,174 @@ def changed_error(reader: Reader, file: int) -> UserError:
     )
 
 
-class Ranges(_Partition):
-    """The rows of permuted blocks: each partition has a range of the rows in that order, and reads several blocks of it
-    side by side."""
-
-    def __init__(self, ordered: Ordered, partition: int, window: int):
-        super().__init__(ordered, partition)
-        assert ordered.extent is not None
-        self._extent, self._window = ordered.extent, window
-        self._most = max(1, -(-ordered.open // ordered.partitions))
-        self._begin(0)
-
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._taken, self._opened = epoch, 0, 0
-        self._pieces = self._ordered.pieces(epoch, self._partition).tolist()
-        self._rows = sum(end - first for _, first, end in self._pieces)
-        # the open blocks: piece, next row, end, block, lines before it, file, number
-        self._open_blocks: list[list[Any]] = []
-        self._draw = Draws(f"{self._ordered.key}/heads/{epoch}/{self._partition}")
-
-    def __next__(self) -> RawRow:
-        open_blocks, more = self._open_wanted()
-        h, n = 0, len(open_blocks)
-        if n > 1:
-            number = self._draw(self._taken)
-            if more:
-                h = number % n
-            else:
-                # no further block will be opened: draw in proportion to the rows left, so that all end at about once
-                number %= self._rows - self._taken
-                while (number := number - open_blocks[h][2] + open_blocks[h][1]) >= 0:
-                    h += 1
-        cursor = open_blocks[h]
-        row = cursor[1]
-        cursor[1] = row + 1
-        self._taken += 1
-        if cursor[1] == cursor[2]:
-            open_blocks[h] = open_blocks[-1]
-            open_blocks.pop()
-        return RawRow(cursor[3], row, self._reader.uris[cursor[5]], cursor[4], self._epoch, cursor[5], cursor[6])
-
-    def _open_wanted(self) -> tuple[list[list[Any]], bool]:
-        """Open blocks as needed; return them, at least one, and whether further blocks will be opened."""
-        if self._opened == len(self._pieces) and not self._open_blocks:
-            epoch = self._epoch + 1
-            while not size(self._extent.total, self._partitions, epoch, self._partition):
-                epoch += 1  # with fewer rows than partitions, a partition has a row not in every epoch
-            self._begin(epoch)
-        open_blocks = self._open_blocks
-        if len(open_blocks) < self._most:
-            # at the start few, because nothing is trained before the partition's windows are full
-            wanted = self._most if self._epoch else BEGIN + max(0, self._taken - self._window) // GAP
-            while self._opened < len(self._pieces) and len(open_blocks) < min(self._most, wanted):
-                open_blocks.append(self._open(self._opened, None))
-                self._opened += 1
-        return open_blocks, self._opened < len(self._pieces)
-
-    def _open(self, piece: int, row: int | None) -> list[Any]:
-        """Open the block of a piece, and announce the next one to the reader."""
-        i, first, end = self._pieces[piece]
-        following = self._pieces[piece + 1][0] if piece + 1 < len(self._pieces) else None
-        key = None if following is None else (int(self._extent.files[following]), int(self._extent.numbers[following]))
-        file, number = int(self._extent.files[i]), int(self._extent.numbers[i])
-        block = self._reader.block(file, number, key)
-        if block is None or len(block) != self._extent.whole[i]:
-            raise changed_error(self._reader, file)
-        return [piece, first if row is None else row, end, block, int(self._extent.lines[i]), file, number]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last row."""
-        open_blocks = [cursor[:2] for cursor in self._open_blocks]
-        return {
-            "files": self._ordered.fingerprint,
-            "epoch": self._epoch,
-            "taken": self._taken,
-            "opened": self._opened,
-            "heads": open_blocks,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; raise UserError if the files are others."""
-        raise_if_other_files(self._reader, state["files"])
-        self._begin(int(state["epoch"]))
-        self._taken, self._opened = int(state["taken"]), int(state["opened"])
-        self._open_blocks = [self._open(int(piece), int(row)) for piece, row in state["heads"]]
-
-
-class RoundRobin(_Partition):
-    """The rows of all epochs one after the other, row k to partition k mod partitions."""
+class KnownRows(_Partition):
+    """The rows of a partition where each block's number of rows is known: row `index` of an epoch follows from the
+    index."""
 
     def __init__(self, ordered: Ordered, partition: int):
         super().__init__(ordered, partition)
-        extent = ordered.extent
-        # for each file, its blocks with rows that count: number, rows, lines before
-        self._known: list[list[tuple[int, int, int]]] | None = None
-        if extent is not None:
-            self._known = [[] for _ in self._reader.uris]
-            for file, number, rows, line in zip(
-                extent.files.tolist(), extent.numbers.tolist(), extent.rows.tolist(), extent.lines.tolist(), strict=True
-            ):
-                self._known[file].append((number, rows, line))
-        self._dealt = self._epoch_start = 0  # rows passed over or taken, and how many when the epoch began
-        self._begin(0)
+        assert ordered.extent is not None
+        self._extent = ordered.extent
+        self._begin(0, 0)
 
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._files = epoch, self._ordered.files(epoch)
-        # the next row: file in the epoch's order, block, row, lines of the file before the block
-        self._file = self._block = self._index = self._line = 0
+    def _begin(self, epoch: int, index: int) -> None:
+        """Go to a row of an epoch, or of the first one after it in which the partition has a row: with fewer rows than
+        partitions it has one not in every epoch."""
+        ordered, total = self._ordered, self._extent.total
+        while not (rows := size(total, self._partitions, epoch, self._partition)):
+            epoch += 1
+        self._epoch, self._index, self._rows = epoch, index, rows
+        self._pieces, self._ends = ordered.pieces(epoch, self._partition)
+        # row k of the partition's epoch has the number start + k · stride in the pieces
+        self._start, self._stride = 0, 1
+        if not ordered.by_block:
+            self._start, self._stride = (self._partition - epoch * total) % self._partitions, self._partitions
+        self._groups = self._block_groups() if ordered.by_block else []
+        self._group = range(0)  # the rows of the group that is open
+
+    def _block_groups(self) -> list[int]:
+        """Return the number of rows up to the end of each group of blocks."""
+        window, ends = self._ordered.window, self._ends
+        most = max(1, -(-self._ordered.open // self._partitions))
+        first = 0  # blocks of a first group that is smaller than the others
+        if self._epoch == 0:
+            first = min(len(ends), max(min(BEGIN, most), bisect_left(ends, window) + 1))
+        rest = len(ends) - first
+        groups = max(1, min(-(-rest // most), (self._rows - ends[first - 1] if first else self._rows) // window))
+        last = [first, *(first + rest * (k + 1) // groups for k in range(groups))]
+        return [ends[blocks - 1] for blocks in last if blocks]
+
+    def _open(self) -> None:
+        """Read the blocks of the next row's group, and permute the group's rows."""
+        if self._ordered.by_block:
+            g = bisect_right(self._groups, self._index)
+            self._group = range(self._groups[g - 1] if g else 0, self._groups[g])
+        else:
+            size = max(1, self._ordered.window)
+            first = self._index - self._index % size
+            self._group = range(first, min(first + size, self._rows))
+        self._order = self._ordered.permuted(len(self._group), self._epoch, self._partition, self._group.start)
+        first, last = (self._piece(row) for row in (self._group[0], self._group[-1]))
+        self._blocks: dict[int, ReadBlock] = {}
+        for piece in range(first, last + 1):
+            self._blocks[piece] = self._read(piece)
+
+    def _piece(self, row: int) -> int:
+        """Return the piece that holds a row of the partition's epoch."""
+        return bisect_right(self._ends, self._start + row * self._stride)
+
+    def _read(self, piece: int) -> ReadBlock:
+        """Read the block of a piece, up to the piece's end, and announce the next one to the reader."""
+        (i, _, end), *following = self._pieces[piece : piece + 2].tolist()
+        key, *next_keys = ((int(self._extent.files[j]), int(self._extent.numbers[j])) for j, *_ in [(i,), *following])
+        block = self._reader.block(*key, *next_keys)
+        if block is None or len(block) != self._extent.whole[i]:
+            raise changed_error(self._reader, key[0])
+        return ReadBlock(block, *key, int(self._extent.lines[i]), end)
 
     def __next__(self) -> RawRow:
-        while True:
-            file = self._files[self._file]
-            block_rows = self._rows(file)
-            if block_rows is None:
-                self._file, self._block, self._line = self._file + 1, 0, 0
-                if self._file == len(self._files):
-                    if self._dealt == self._epoch_start:
-                        raise UserError(f"no rows in {self.path}")
-                    self._epoch_start = self._dealt
-                    self._begin(self._epoch + 1)
-                continue
-            number, rows, line, lines = block_rows
-            skipped = (self._partition - self._dealt) % self._partitions
-            if skipped < rows - self._index:
-                row = self._index + skipped
-                block = self._reader.block(file, number)
-                if block is None or row >= len(block):
-                    raise changed_error(self._reader, file)
-                self._index, self._dealt = row + 1, self._dealt + skipped + 1
-                return RawRow(block, row, self._reader.uris[file], line, self._epoch, file, number)
-            self._dealt += rows - self._index
-            self._block, self._index, self._line = self._block + 1, 0, self._line + lines
+        if self._index == self._rows:
+            self._begin(self._epoch + 1, 0)
+        if self._index not in self._group:
+            self._open()
+        row = self._group.start + int(self._order[self._index - self._group.start])
+        piece = self._piece(row)
+        block, file, number, lines, end = self._blocks[piece]
+        self._index += 1
+        left = self._ends[piece] - (self._start + row * self._stride)  # rows of the piece from this one on
+        return RawRow(block, end - left, self._reader.uris[file], lines, self._epoch, file, number)
 
-    def _rows(self, file: int) -> tuple[int, int, int, int] | None:
-        """Return number, rows that count, and lines before and in the next block of a file; None after the last."""
-        if self._known is not None:
-            blocks = self._known[file]
-            return (*blocks[self._block], 0) if self._block < len(blocks) else None
-        block: Block | None = self._reader.block(file, self._block)
-        return None if block is None else (self._block, len(block), self._line, block.lines)
+    def passes(self) -> int:
+        """Return the number of epochs of which every row has been yielded."""
+        return self._epoch + (self._index == self._rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last row."""
-        return {
-            "files": self._ordered.fingerprint,
-            "epoch": self._epoch,
-            "file": self._file,
-            "block": self._block,
-            "index": self._index,
-            "line": self._line,
-            "dealt": self._dealt,
-            "epoch_start": self._epoch_start,
-        }
+        return {"files": self._ordered.fingerprint, "epoch": self._epoch, "index": self._index}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; raise UserError if the files are others."""
         raise_if_other_files(self._reader, state["files"])
-        self._begin(int(state["epoch"]))
-        self._file, self._block, self._index, self._line = (
-            int(state[key]) for key in ("file", "block", "index", "line")
-        )
-        self._dealt, self._epoch_start = int(state["dealt"]), int(state["epoch_start"])
+        self._begin(int(state["epoch"]), int(state["index"]))
 
 
-PartitionSource = Ranges | RoundRobin  # the stream of one partition's rows, endless; a row knows its epoch
+class Position(NamedTuple):
+    """Where the next row of files is that are read from their beginning to their end."""
+
+    epoch: int = 0
+    file: int = 0  # in the order of the epoch
+    block: int = 0
+    row: int = 0  # in the block
+    line: int = 0  # lines of the file before the block
+    dealt: int = 0  # rows that were passed over or taken, of all epochs
+    epoch_start: int = 0  # `dealt` when the epoch began
+
+
+class UnknownRows(_Partition):
+    """The rows of a partition where the number of rows is not known: those of all epochs one after the other, row k to
+    partition k mod partitions, permuted in windows that lie in one epoch. Only the rows of a window are in memory."""
+
+    def __init__(self, ordered: Ordered, partition: int):
+        super().__init__(ordered, partition)
+        self._begin(Position())
+
+    def _begin(self, position: Position) -> None:
+        self._position, self._files = position, self._ordered.files(position.epoch).tolist()
+        self._window: list[RawRow] = []
+        self._began, self._index = position, 0  # where the window began, and the index of the next row in it
+
+    def _fill(self) -> None:
+        """Read a window, unless rows of one are left."""
+        while self._index == len(self._window):
+            self._began, self._index = self._position, 0
+            self._window = list(islice(iter(self._following, None), max(1, self._ordered.window)))
+            self._order = self._ordered.permuted(len(self._window), self._partition, self._began.dealt)
+            if not self._window:
+                epoch, *_, dealt, epoch_start = self._position
+                if dealt == epoch_start:
+                    raise UserError(f"no rows in {self.path}")
+                self._begin(Position(epoch + 1, dealt=dealt, epoch_start=dealt))
+
+    def _following(self) -> RawRow | None:
+        """Return the partition's next row in the order of the files; None where the epoch ends."""
+        while self._position.file < len(self._files):
+            at, file = self._position, self._files[self._position.file]
+            block = self._reader.block(file, at.block)
+            if block is None:
+                self._position = at._replace(file=at.file + 1, block=0, line=0)
+                continue
+            skipped = (self._partition - at.dealt) % self._partitions
+            row = at.row + skipped
+            if row < len(block):
+                self._position = at._replace(row=row + 1, dealt=at.dealt + skipped + 1)
+                own = block.part(row, row + 1)
+                return RawRow(own, 0, self._reader.uris[file], at.line, at.epoch, file, at.block, row)
+            self._position = at._replace(
+                block=at.block + 1, row=0, line=at.line + block.lines, dealt=at.dealt + len(block) - at.row
+            )
+        return None
+
+    def __next__(self) -> RawRow:
+        self._fill()
+        self._index += 1
+        return self._window[int(self._order[self._index - 1])]
+
+    def passes(self) -> int:
+        """Return the number of epochs of which every row has been yielded. This may read a window."""
+        self._fill()
+        return self._began.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last row."""
+        return {"files": self._ordered.fingerprint, "window": tuple(self._began), "index": self._index}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; raise UserError if the files are others."""
+        raise_if_other_files(self._reader, state["files"])
+        self._begin(Position(*state["window"]))
+        if state["index"]:
+            self._fill()
+            self._index = int(state["index"])
+
+
+PartitionSource = KnownRows | UnknownRows  # the stream of one partition's rows, endless; a row knows its epoch

@@ -11,48 +11,42 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from ptf.data.document import Document, PackUnit, length
-from ptf.data.stream import Deferred, Stream
 from ptf.errors import UserError
 
 T = TypeVar("T")
 
 
 class Packer(Iterator[list[T]], Generic[T]):
-    """Stream[list[T]]: packed sequences of units, or of objects that hold one.
-
-    Over a finite iterator it ends when every unit is in a sequence.
-    """
+    """Packed sequences of units. Over a finite iterator it ends when every unit is in a sequence."""
 
     def __init__(
         self,
-        units: Stream[T] | Iterator[T],
+        units: Iterator[T],
         seq_len: int,
         lookahead: int = 64,
         size: Callable[[T], int] = length,
-        dump: Callable[[Sequence[T]], Any] = tuple,
-        load: Callable[[Any], Sequence[T]] = tuple,
+        pending: Sequence[T] = (),
     ):
-        """Make a packer of `units`.
-
-        `size` returns the tokens of one; `dump` and `load` convert the units of the look-ahead window for a state.
-        """
-        self._units, self._seq_len, self._lookahead = units, seq_len, lookahead
-        self._size, self._dump, self._load = size, dump, load
-        self._clear()
-
-    def _clear(self) -> None:
+        """Make a packer of `units`; `size` returns the tokens of one. Units that are `pending` come first."""
+        self._units, self._seq_len, self._lookahead, self._size = units, seq_len, lookahead, size
         self._window: dict[int, T] = {}  # number of arrival → unit, oldest first
         self._arrivals = 0
         self._ages: dict[int, list[int]] = {}  # length → numbers of arrival of the units of that length, oldest first
         self._bits = 0  # bit n: the window has a unit of n tokens
         self._mirror = 0  # bit seq_len - n: the same, mirrored
+        self._admit(iter(pending), len(pending))
 
-    def _admit(self, units: Iterator[T] | Stream[T], most: int) -> None:
+    @property
+    def pending(self) -> list[T]:
+        """The units of the look-ahead window, the oldest first: with the stream's own state, the packer's state."""
+        return list(self._window.values())
+
+    def _admit(self, units: Iterator[T], most: int) -> None:
         """Fill the window up to `most` units. Raise UserError for one that is longer than a sequence."""
         while len(self._window) < most:
             unit = next(units, None)
@@ -101,18 +95,6 @@ class Packer(Iterator[list[T]], Generic[T]):
         if not pairs and room <= self._seq_len >> 3 and room - n < 2 * ((self._bits & -self._bits).bit_length() - 1):
             return _first_of_last(fits, mirror, room, self._ages)
         return n
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last item; `settle` converts it to values."""
-        units = self._units.state_dict()  # type: ignore[union-attr]
-        return {"window": Deferred(tuple(self._window.values()), self._dump), "atoms": units}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self._clear()
-        self._units.load_state_dict(state["atoms"])  # type: ignore[union-attr]
-        window = self._load(state["window"])
-        self._admit(iter(window), len(window))
 
 
 def _first_of_last(fits: int, mirror: int, room: int, ages: Mapping[int, Sequence[int]]) -> int:

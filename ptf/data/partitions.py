@@ -1,27 +1,26 @@
-"""The partitions of a run: sources → encode → shuffle → mix → pack, once for each partition.
+"""The partitions of a run: sources in their order → encode → mix → pack, once for each partition.
 
 A partition is a pure function of (config, files, partition number), so whichever process serves it, from whatever
 state, yields the same sequences. Held-out data are read once, in their order (`pack_units_once`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
 from ptf.data import tokenized
-from ptf.data.document import PackUnit, epoch_of
+from ptf.data.document import PackUnit, Place, rows_of_unit
 from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong
 from ptf.data.encoded import Encoded
 from ptf.data.kinds import with_detected_kind
-from ptf.data.mixture import Mixture, rows_of
+from ptf.data.mixture import Mixer, Mixture, rows_of
 from ptf.data.order import ORDER, Ordered, raise_if_other_order
 from ptf.data.packing import Packer
 from ptf.data.quarantine import Quarantine
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
-from ptf.data.stream import Shuffle, Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
 
@@ -29,10 +28,10 @@ from ptf.data.unread import Unread
 class Partition(Iterator[list[PackUnit]]):
     """Stream[list[PackUnit]]: a partition's packed sequences, and what its encoders counted."""
 
-    def __init__(self, encoded: Mapping[str, Encoded], units: Stream[PackUnit], seq_len: int, lookahead: int):
-        """Make the partition: `units` mixes the sources' `encoded` streams, each of them shuffled."""
-        self._encoded, self._names = encoded, list(encoded)
-        self._packer = Packer(units, seq_len, lookahead, dump=self._dump, load=self._load)
+    def __init__(self, encoded: Mapping[str, Encoded], mixer: Mixer[PackUnit], seq_len: int, lookahead: int):
+        """Make the partition: `mixer` mixes the `encoded` streams of the sources."""
+        self._encoded, self._mixer, self._seq_len, self._lookahead = encoded, mixer, seq_len, lookahead
+        self._packer = Packer(mixer, seq_len, lookahead)
         # rows of each source in the packed sequences so far; not part of the state
         self.passed = dict.fromkeys(encoded, 0.0)
 
@@ -47,26 +46,19 @@ class Partition(Iterator[list[PackUnit]]):
         each = [encoded.encoder.counts for encoded in self._encoded.values()]
         return each[0] if len(each) == 1 else {key: sum(counts[key] for counts in each) for key in COUNTS}
 
-    def _dump(self, units: Sequence[PackUnit]) -> dict[str, Any]:
-        sources = [unit[0].place.source for unit in units]
-        places = {
-            name: encoded.dump([unit for unit, source in zip(units, sources, strict=True) if source == name])
-            for name, encoded in self._encoded.items()
-        }
-        return {"sources": [self._names.index(source) for source in sources], "places": places}
-
-    def _load(self, state: Mapping[str, Any]) -> list[PackUnit]:
-        units = {name: iter(encoded.load(state["places"][name])) for name, encoded in self._encoded.items()}
-        return [next(units[self._names[i]]) for i in state["sources"]]
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last sequence; `settle` finishes it."""
-        return {"order": ORDER, **self._packer.state_dict()}
+        """Return the state after the last sequence."""
+        places = [tuple(unit[0].place) for unit in self._packer.pending]
+        return {"order": ORDER, "pending": places, "mixer": self._mixer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         raise_if_other_order(state)
-        self._packer.load_state_dict(state)
+        self._mixer.load_state_dict(state["mixer"])
+        places, again = [Place(*place) for place in state["pending"]], dict[Place, PackUnit]()
+        for name, encoded in self._encoded.items():
+            again |= encoded.read_again(place for place in places if place.source == name)
+        self._packer = Packer(self._mixer, self._seq_len, self._lookahead, pending=[again[place] for place in places])
 
 
 @dataclass(frozen=True)
@@ -99,13 +91,8 @@ class Partitions:
 
     def __call__(self, partition: int) -> Partition:
         """Return the partition of this number, from its beginning."""
-        encoded, shuffled = {}, {}
-        for name in self.sources:
-            encoded[name] = each = self._encoded(name, partition)
-            shuffled[name] = Shuffle(
-                each, self.shuffle, f"shuffle/{self.seed}/{partition}/{name}", epoch_of, each.dump, each.load
-            )
-        mixed = self.mixture.mixed(shuffled, self.shares, partition)
+        encoded = {name: self._encoded(name, partition) for name in self.sources}
+        mixed = self.mixture.mixed(encoded, self.shares, partition, rows_of_unit)
         return Partition(encoded, mixed, self.seq_len, self.lookahead)
 
     @cached_property
@@ -122,10 +109,8 @@ class Partitions:
         """Return a source's files with their order, and its specification with what was detected."""
         if name not in self._opened:
             reader, spec = opened(self.sources[name], self.tokenizer)
-            self._opened[name] = (
-                Ordered(reader, f"order/{self.seed}/{name}", self.partitions, spec.limit, self.shuffle > 0),
-                spec,
-            )
+            ordered = Ordered(reader, f"order/{self.seed}/{name}", self.partitions, self.shuffle, spec.limit)
+            self._opened[name] = ordered, spec
         return self._opened[name]
 
     def unread(self, name: str) -> Unread:
@@ -141,8 +126,7 @@ class Partitions:
         file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
         aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
         encoder = self.wrap(name, self.encoder(name, aside, self.unread(name)))
-        window = self.shuffle + 2 * self.lookahead  # about how many rows are read before the first one is trained
-        source = self.opened(name)[0].partition(partition, window)
+        source = self.opened(name)[0].partition(partition)
         return Encoded(
             name,
             source,

@@ -1,22 +1,17 @@
 """The prompts of online recipes: one pass over a source, and an endless stream, shuffled and mixed."""
 
-import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from operator import attrgetter
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ptf.data.encode import encode_prompt
 from ptf.data.kinds import shaped
 from ptf.data.mixture import Mixture
 from ptf.data.order import ORDER, Ordered, PartitionSource, raise_if_other_order
 from ptf.data.quarantine import FAULTS, reason_of
+from ptf.data.sources.blocks import Row
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
-from ptf.data.stream import Shuffle, settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -24,78 +19,43 @@ from ptf.errors import UserError
 
 def prompts_once(spec: SourceSpec, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     """Yield every prompt of a source once, in file order; its position is its index."""
-    for index, place in enumerate(rows_once(Reader(spec.path), spec.limit)):
-        yield _prompt(_text(place, spec, name), tokenizer, index)
+    for index, row in enumerate(rows_once(Reader(spec.path), spec.limit)):
+        yield _prompt(row, spec, name, tokenizer, index)
 
 
-class _PromptRow(NamedTuple):
-    """A row that will become a prompt, under ptf's names and as JSON text, which takes less memory than objects."""
-
-    text: str
-    where: str
-    source: str
-    place: tuple[int, int, int, int]  # epoch, file, block, row
-    epoch: int
-
-
-def _text(row: RawRow, spec: SourceSpec, source: str) -> _PromptRow:
-    """Return a row as text; raise UserError with its place for a bad row."""
-    place = row.epoch, row.file, row.number, row.row
+def _prompt(row: RawRow, spec: SourceSpec, source: str, tokenizer: Tokenizer, index: int) -> Prompt:
+    """Encode a row as a prompt; raise UserError with its place for a bad row."""
+    values: Row = {}
     try:
         values = shaped(row.read(), spec.columns, "prompt", row.block.columnar)
-        return _PromptRow(json.dumps(values), row.where, source, place, row.epoch)
+        return replace(encode_prompt(values, tokenizer, source, index), where=row.where)
     except FAULTS as e:
-        raise UserError(f"{row.where} (source {source}): {reason_of(e, {})}") from (
+        raise UserError(f"{row.where} (source {source}): {reason_of(e, values)}") from (
             None if isinstance(e, UserError) else e
         )
 
 
-def _prompt(row: _PromptRow, tokenizer: Tokenizer, index: int) -> Prompt:
-    """Encode a row as a prompt; raise UserError with its place for a bad row."""
-    values = json.loads(row.text)
-    try:
-        return replace(encode_prompt(values, tokenizer, row.source, index), where=row.where)
-    except FAULTS as e:
-        raise UserError(f"{row.where} (source {row.source}): {reason_of(e, values)}") from (
-            None if isinstance(e, UserError) else e
-        )
+@dataclass(eq=False)
+class _SourceRows:
+    """Passes[(source, row)]: the rows of a source with its name."""
 
+    name: str
+    rows: PartitionSource
 
-class _PromptRows:
-    """Stream[_PromptRow]: the rows of a source as text."""
+    def __next__(self) -> tuple[str, RawRow]:
+        return self.name, next(self.rows)
 
-    def __init__(self, name: str, source: PartitionSource, spec: SourceSpec):
-        self._name, self._source, self._spec = name, source, spec
-
-    def __next__(self) -> _PromptRow:
-        return _text(next(self._source), self._spec, self._name)
-
-    def dump(self, rows: Sequence[_PromptRow]) -> np.ndarray:
-        """Return the places and checksums of rows, [rows, 5] int32."""
-        return np.array([(*row.place, zlib.crc32(row.text.encode()) - (1 << 31)) for row in rows], np.int32).reshape(
-            -1, 5
-        )
-
-    def load(self, places: np.ndarray) -> list[_PromptRow]:
-        """Read the rows of places again; raise UserError where another row is found."""
-        by_place: dict[tuple[int, ...], _PromptRow] = {}
-        for key in sorted({tuple(place) for place in places.tolist()}):
-            epoch, file, number, row, checksum = key
-            by_place[key] = text = _text(self._source.at(file, number, row, epoch), self._spec, self._name)
-            if zlib.crc32(text.text.encode()) - (1 << 31) != checksum:
-                raise UserError(
-                    f"{text.where} is not what it was when the checkpoint was written: "
-                    "training cannot continue where it stopped"
-                )
-        return [by_place[tuple(place)] for place in places.tolist()]
+    def passes(self) -> int:
+        """Return the number of epochs of which every row has been yielded."""
+        return self.rows.passes()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last item; `settle` finishes it."""
-        return self._source.state_dict()
+        """Return the state after the last row."""
+        return self.rows.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
-        self._source.load_state_dict(state)
+        self.rows.load_state_dict(state)
 
 
 class Prompts:
@@ -109,15 +69,10 @@ class Prompts:
     ):
         self._tokenizer, self._index = tokenizer, 0
         self.orders = {
-            name: Ordered(Reader(spec.path), f"prompts/{seed}/{name}", 1, spec.limit, shuffle > 0)
+            name: Ordered(Reader(spec.path), f"prompts/{seed}/{name}", 1, shuffle, spec.limit)
             for name, spec in sources.items()
         }
-        streams: dict[str, Shuffle[Any]] = {}
-        for name, ordered in self.orders.items():
-            texts = _PromptRows(name, ordered.partition(0, shuffle), sources[name])
-            streams[name] = Shuffle(
-                texts, shuffle, f"prompts/{seed}/{name}", attrgetter("epoch"), texts.dump, texts.load
-            )
+        streams = {name: _SourceRows(name, ordered.partition(0)) for name, ordered in self.orders.items()}
         self.mixture = Mixture(sources, seed, temperature)
         self.shares = self.mixture.shares(self.rows)
         self._mixer = self.mixture.mixed(streams, self.shares, 0, rows=lambda row: 1.0)
@@ -128,20 +83,18 @@ class Prompts:
         return {name: ordered.rows for name, ordered in self.orders.items()}
 
     def __next__(self) -> Prompt:
-        row = next(self._mixer)
+        name, row = next(self._mixer)
         self._index += 1
-        return _prompt(row, self._tokenizer, self._index - 1)
+        return _prompt(row, self.mixture.sources[name], name, self._tokenizer, self._index - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last prompt, written out."""
-        return settle(
-            {
-                "order": ORDER,
-                "index": self._index,
-                "tokenizer": self._tokenizer.identity,
-                "mixer": self._mixer.state_dict(),
-            }
-        )
+        """Return the state after the last prompt."""
+        return {
+            "order": ORDER,
+            "index": self._index,
+            "tokenizer": self._tokenizer.identity,
+            "mixer": self._mixer.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""

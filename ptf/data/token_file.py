@@ -234,12 +234,9 @@ class TokenRows:
         raise NotImplementedError("tokenized data cannot be tokenized again")
 
 
-ONES = np.ones(1 << 16, np.float32)
-
-
 def placeholder_unit(n: int) -> PackUnit:
     """Return a placeholder of a pack unit with n tokens, which has a length and no content."""
-    return (Document(range(n), ONES[:n] if n <= len(ONES) else np.ones(n, np.float32)),)  # type: ignore[arg-type]
+    return (Document(np.zeros(n, np.int32), np.ones(n, np.float32)),)
 
 
 class LengthRows(TokenRows):

@@ -70,7 +70,7 @@ def partitions_of_lengths(partitions: Partitions) -> Partitions:
     for name, (ordered, spec) in opened.items():
         if spec.kind == "tokenized" and not partitions.share_prefixes:  # shared prefixes depend on the tokens
             reader = Reader(ordered.reader.path, LengthRows, ["atoms", "lengths"])
-            opened[name] = Ordered(reader, ordered.key, ordered.partitions, ordered.limit, ordered.shuffled), spec
+            opened[name] = Ordered(reader, ordered.key, ordered.partitions, ordered.window, ordered.limit), spec
     lengths: dict[str, Lengths] = {name: {} for name, spec in partitions.sources.items() if spec.kind != "tokenized"}
 
     def wrap(name: str, encoder: Encoder) -> Any:
@@ -90,7 +90,7 @@ class _CachedEncoder:
         self.counts = encoder.counts
 
     def __call__(self, row: RawRow) -> list[PackUnit]:
-        key = row.file, row.number, row.row
+        key = row.place[1:]
         if key not in self._lengths:
             self._lengths[key] = tuple(map(length, self._encoder(row)))
         return [placeholder_unit(n) for n in self._lengths[key]]
@@ -197,7 +197,7 @@ def _passes(
 
 def describe_order(ordered: Ordered) -> str:
     """Describe the order in which a source is read."""
-    if not ordered.shuffled:
+    if not ordered.window:
         return "in the order of the files (data.shuffle_buffer: 0)"
     if ordered.by_block:
         return BLOCKS

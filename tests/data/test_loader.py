@@ -19,7 +19,6 @@ from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.rank_balancing import PeerEnded, _assign_shares
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.stream import settle
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan, planned, rows_taken
 from ptf.errors import UserError
@@ -269,9 +268,7 @@ def test_the_state_is_of_what_was_consumed_not_of_what_was_packed(sources: Any, 
     counted = loader.state_dict()
     assert counted["step"] == 1
     assert loader.counts["samples"] == sum(
-        partition["atoms"]["streams"][s]["stream"]["counts"]["samples"]
-        for partition in counted["lanes"].values()
-        for s in "ab"
+        partition["mixer"]["streams"][s]["counts"]["samples"] for partition in counted["lanes"].values() for s in "ab"
     )
     second = sequences_of(next(loader))
     loader.close()
@@ -433,14 +430,17 @@ def test_a_checkpoint_of_another_order_is_refused(sources: Any, characters: Toke
 
 
 def test_a_state_holds_places(sources: Any, characters: Tokenizer) -> None:
-    """28 bytes a sample that waits, however long it is; what stands there must be what stood there."""
+    """Of the samples that wait to be packed, however long they are; what stands there must be what stood there. What a
+    group of rows holds is no part of it."""
     loader = make(sources, characters, shuffle=50)
     run([loader], 3)
     state = loader.state_dict()
     loader.close()
-    places = [partition["atoms"]["streams"][name]["window"] for partition in state["lanes"].values() for name in "ab"]
-    assert {window.dtype.name for window in places} == {"int32"}
-    assert {window.shape[1] for window in places} == {7}
+    for partition in state["lanes"].values():
+        assert 0 < len(partition["pending"]) <= 6
+        assert {tuple(map(type, place)) for place in partition["pending"]} == {(str, *[int] * 7, float)}
+        assert all(len(stream["pending"]) <= 3 for stream in partition["mixer"]["streams"].values())
+    assert json.loads(json.dumps(state))
     other = make(
         sources,
         characters,
@@ -474,7 +474,7 @@ def test_elastic_resume_loses_and_repeats_nothing_of_40000(tmp_path: Path) -> No
             "state_dict",
             lambda self: {
                 "step": self.step,
-                "lanes": {str(n): settle(partition.state_dict()) for n, partition in self._served.items()},
+                "lanes": {str(n): partition.state_dict() for n, partition in self._served.items()},
             },
         )
         counts = ledger(4_000, tmp_path)

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from ptf.data.mixture import Mixer, Mixture
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.stream import Shuffle, settle
 from ptf.errors import UserError
 
 
 class Numbers:
-    """Stream[(name, epoch, i)]: 0 … n - 1, again and again."""
+    """Passes[(name, epoch, i)]: 0 … n - 1, again and again."""
 
     def __init__(self, name: str, n: int) -> None:
         self.name, self.n, self.at = name, n, -1
@@ -23,6 +22,9 @@ class Numbers:
         self.at += 1
         return self.name, self.at // self.n, self.at % self.n
 
+    def passes(self) -> int:
+        return (self.at + 1) // self.n
+
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
 
@@ -30,11 +32,8 @@ class Numbers:
         self.at = state["at"]
 
 
-def mixer(sizes: dict[str, int], weights: dict[str, float] | None = None, window: int = 4, **options: Any) -> Mixer:
-    streams = {}
-    for name, n in sizes.items():
-        numbers = Numbers(name, n)
-        streams[name] = Shuffle(numbers, window, name, lambda item: item[1], list, list)
+def mixer(sizes: dict[str, int], weights: dict[str, float] | None = None, **options: Any) -> Mixer:
+    streams = {name: Numbers(name, n) for name, n in sizes.items()}
     return Mixer(streams, weights or dict.fromkeys(sizes, 1.0), **options)
 
 
@@ -99,35 +98,32 @@ def test_rows_are_asked_for_where_they_matter_and_are_not_known() -> None:
         Mixture({"b": SourceSpec("b.jsonl", rows=11)}, 0).shares({"b": 10})
 
 
-@pytest.mark.parametrize("window", [1, 4, 50])
-def test_every_policy_ends_where_it_says(window: int) -> None:
+def test_every_policy_ends_where_it_says() -> None:
     sizes, epochs = {"a": 10, "b": 25}, {"a": 2, "b": 1}
-    dropped = drained(mixer(sizes, exhausted="drop", epochs=epochs, window=window))
+    dropped = drained(mixer(sizes, exhausted="drop", epochs=epochs))
     assert Counter(dropped) == Counter(
         [("a", e, i) for e in (0, 1) for i in range(10)] + [("b", 0, i) for i in range(25)]
     )
     assert {name for name, *_ in dropped[-5:]} == {"b"}
-    stopped = Counter(name for name, *_ in drained(mixer(sizes, exhausted="stop", epochs=epochs, window=window)))
+    stopped = Counter(name for name, *_ in drained(mixer(sizes, exhausted="stop", epochs=epochs)))
     assert (stopped["a"], stopped["b"]) == (20, 19)
-    repeated = drained(mixer(sizes, exhausted="repeat", epochs=epochs, window=window))
+    repeated = drained(mixer(sizes, exhausted="repeat", epochs=epochs))
     assert Counter(item for item in repeated if item[0] == "b") == Counter(("b", 0, i) for i in range(25))
     assert Counter(name for name, *_ in repeated)["a"] == 25  # the share holds to the end
-    assert len(take(mixer(sizes, exhausted="drop", epochs={"a": 1}, window=window), 500)) == 500  # b is endless
+    assert len(take(mixer(sizes, exhausted="drop", epochs={"a": 1}), 500)) == 500  # b is endless
 
 
 @given(
     steps=st.integers(0, 60),
     policy=st.sampled_from(["repeat", "drop", "stop"]),
-    window=st.integers(1, 9),
     by=st.booleans(),
 )
-def test_a_mixture_resumes_and_ends_alike(steps: int, policy: str, window: int, by: bool) -> None:
+def test_a_mixture_resumes_and_ends_alike(steps: int, policy: str, by: bool) -> None:
     def make() -> Mixer:
         size = (lambda item: 1 + item[2]) if by else None
         return mixer(
             {"a": 11, "b": 17},
             {"a": 1.0, "b": 2.5},
-            window=window,
             exhausted=policy,
             epochs={"a": 2, "b": 2},
             size=size,
@@ -136,7 +132,7 @@ def test_a_mixture_resumes_and_ends_alike(steps: int, policy: str, window: int, 
     whole, one, other = drained(make()), make(), make()
     steps = min(steps, len(whole))
     take(one, steps)
-    other.load_state_dict(settle(one.state_dict()))
+    other.load_state_dict(one.state_dict())
     assert drained(other) == whole[steps:]
     with pytest.raises(StopIteration):  # and stays ended
         next(other)

@@ -22,6 +22,7 @@ from ptf.data.partitions import Partitions
 from ptf.data.sources import reader
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import SourceSpec
+from ptf.data.stream import permutation
 
 FORMATS = ("jsonl", "jsonl.gz", "parquet")
 
@@ -46,8 +47,8 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield root
 
 
-def ordered(path: Path, partitions: int, limit: int | None = None, shuffled: bool = True, seed: int = 0) -> Ordered:
-    return Ordered(Reader(str(path)), f"order/{seed}", partitions, limit, shuffled)
+def ordered(path: Path, partitions: int, limit: int | None = None, window: int = 5, seed: int = 0) -> Ordered:
+    return Ordered(Reader(str(path)), f"order/{seed}", partitions, window, limit)
 
 
 def epochs(source: PartitionSource, n: int) -> list[list[int]]:
@@ -59,49 +60,87 @@ def epochs(source: PartitionSource, n: int) -> list[list[int]]:
 
 
 @settings(deadline=None, max_examples=25)
-@given(partitions=st.integers(1, 90), limit=st.sampled_from([None, 1, 35, 60]), shuffled=st.booleans())
+@given(partitions=st.integers(1, 90), limit=st.sampled_from([None, 1, 35, 60]), window=st.sampled_from([0, 1, 5, 100]))
 def test_every_row_goes_to_one_partition_in_every_epoch(
-    directory: Path, partitions: int, limit: int | None, shuffled: bool
+    directory: Path, partitions: int, limit: int | None, window: int
 ) -> None:
-    each = ordered(directory, partitions, limit, shuffled)
-    found = [epochs(each.partition(partition, 5), 3) for partition in range(partitions)]
+    each = ordered(directory, partitions, limit, window)
+    found = [epochs(each.partition(partition), 3) for partition in range(partitions)]
     rows = list(range(limit or 61))
     for e in range(3):
         assert sorted(n for partition in found for n in partition[e]) == rows
         totals = [sum(map(len, partition[: e + 1])) for partition in found]
         assert max(totals) - min(totals) <= 1  # over all epochs so far
-    if not shuffled:
+    if not window:
         assert [partition[0] for partition in found] == [rows[i::partitions] for i in range(partitions)]
 
 
 @settings(deadline=None, max_examples=25)
-@given(partitions=st.integers(1, 9), shuffled=st.booleans(), cuts=st.lists(st.integers(0, 50), min_size=1, max_size=4))
+@given(
+    partitions=st.integers(1, 9),
+    window=st.sampled_from([0, 1, 5, 100]),
+    cuts=st.lists(st.integers(0, 50), min_size=1, max_size=4),
+)
 def test_a_partition_goes_on_from_its_place_again_and_again(
-    directory: Path, partitions: int, shuffled: bool, cuts: list[int]
+    directory: Path, partitions: int, window: int, cuts: list[int]
 ) -> None:
     def take(source, n):
         return [(p.epoch, p.read()["n"]) for p in (next(source) for _ in range(n))]
 
-    whole = take(ordered(directory, partitions, None, shuffled).partition(partitions - 1, 3), sum(cuts) + 20)
-    one, parts = ordered(directory, partitions, None, shuffled).partition(partitions - 1, 3), []
+    whole = take(ordered(directory, partitions, None, window).partition(partitions - 1), sum(cuts) + 20)
+    one, parts = ordered(directory, partitions, None, window).partition(partitions - 1), []
     for n in [*cuts, 20]:
         parts += take(one, n)
-        other = ordered(directory, partitions, None, shuffled).partition(partitions - 1, 3)
+        other = ordered(directory, partitions, None, window).partition(partitions - 1)
         other.load_state_dict(json.loads(json.dumps(one.state_dict())))
         one = other
     assert parts == whole
 
 
 def test_what_is_permuted(directory: Path) -> None:
-    """Blocks by (seed, epoch); compressed files whole; nothing without a shuffle,
-    or before the first rows are chosen."""
-    first, second, third = epochs(ordered(directory, 1).partition(0, 0), 3)
-    (other,) = epochs(ordered(directory, 1, seed=1).partition(0, 0), 1)
+    """Blocks by (seed, epoch); compressed files whole; the rows of a group; nothing without a shuffle, or before the
+    first rows are chosen."""
+    first, second, third = epochs(ordered(directory, 1).partition(0), 3)
+    (other,) = epochs(ordered(directory, 1, seed=1).partition(0), 1)
     assert len({tuple(e) for e in (first, second, third, other)}) > 2
-    assert epochs(ordered(directory, 1, shuffled=False).partition(0, 0), 2) == [list(range(61))] * 2
-    assert sorted(epochs(ordered(directory, 1, 35).partition(0, 0), 1)[0]) == list(range(35))
-    runs = sum(b != a + 1 for a, b in pairwise([-2, *first]))  # of consecutive numbers
-    assert runs > 20 if ordered(directory, 1).by_block else runs <= 4
+    assert epochs(ordered(directory, 1, window=0).partition(0), 2) == [list(range(61))] * 2
+    assert sorted(epochs(ordered(directory, 1, 35).partition(0), 1)[0]) == list(range(35))
+
+    def runs(window: int) -> int:
+        """Of consecutive numbers."""
+        (numbers,) = epochs(ordered(directory, 1, window=window).partition(0), 1)
+        return sum(b != a + 1 for a, b in pairwise([-2, *numbers]))
+
+    assert runs(5) > 20
+    assert ordered(directory, 1).by_block or runs(1) <= 4
+
+
+def test_rows_are_permuted_by_key_and_epoch(tmp_path: Path) -> None:
+    """All rows of one block are one group; of a compressed file, 100 consecutive ones are."""
+    for name in ("a.parquet", "a.jsonl.gz"):
+        path = write(tmp_path / name, range(200), 200)
+        first, second = epochs(ordered(path, 1, window=100).partition(0), 2)
+        (other,) = epochs(ordered(path, 1, window=100, seed=1).partition(0), 1)
+        assert len({tuple(found) for found in (first, second, other, range(200))}) == 4
+        moved = np.abs(np.array(first) - np.arange(200)).mean()
+        # a uniform permutation of n rows moves a row by n / 3
+        assert moved == pytest.approx(200 / 3 if name == "a.parquet" else 100 / 3, rel=0.2)
+        assert (max(first[:100]) < 100) == (name == "a.jsonl.gz")
+
+
+def test_a_key_orders_rows_as_it_always_has() -> None:
+    """A run that is resumed by a later version reads on where it was: the order that a key gives is a format."""
+    assert permutation("k", 12).tolist() == [6, 1, 3, 7, 4, 10, 11, 8, 5, 9, 0, 2]
+
+
+def test_groups_are_alike_but_for_a_small_first_one(tmp_path: Path) -> None:
+    """So no group at the end of an epoch is of a few blocks, and training begins soon."""
+    partition = ordered(write(tmp_path / "a.parquet", range(650), 5), 1, window=8).partition(0)
+    assert [partition._block_groups()[0], len(partition._block_groups())] == [10, 3]
+    for _ in range(650):
+        next(partition)
+    next(partition)
+    assert np.diff(partition._block_groups()).tolist() == [215, 220]
 
 
 @given(rows=st.integers(1, 3000), partitions=st.integers(1, 600), epoch=st.integers(0, 50))
@@ -126,7 +165,7 @@ def test_epochs_in_which_a_partition_has_no_row_are_not_gone_through(
         return pieces(self, epoch, partition)
 
     monkeypatch.setattr(Ordered, "pieces", seen)
-    partition = ordered(write(tmp_path / "one.parquet", [7]), 512).partition(5, 8)
+    partition = ordered(write(tmp_path / "one.parquet", [7]), 512, 8).partition(5)
     assert [next(partition).epoch for _ in range(20)] == [5 + 512 * i for i in range(20)]
     assert len(looked) <= 21
 

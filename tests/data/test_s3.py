@@ -73,9 +73,9 @@ def test_rows_stream_and_resume(server: Server, tmp_path: Path, suffix: str, mon
     monkeypatch.setattr(reader, "LINES_BYTES", 10_000)
     uri = put(server, tmp_path, suffix)
     assert [place.read()["n"] for place in rows_once(Reader(f"{uri}/*"))] == list(range(90))
-    source = Ordered(Reader(uri), "k", 2, shuffled=False).partition(1, 0)
+    source = Ordered(Reader(uri), "k", 2, 0).partition(1)
     found = take(source, 25)
-    again = Ordered(Reader(uri), "k", 2, shuffled=False).partition(1, 0)
+    again = Ordered(Reader(uri), "k", 2, 0).partition(1)
     again.load_state_dict(json.loads(json.dumps(source.state_dict())))
     assert found + take(again, 20) == list(range(1, 90, 2))
 
@@ -86,7 +86,7 @@ def test_rows_stream_through_an_outage(
     monkeypatch.setattr(reader, "LINES_BYTES", 10_000)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # so that it is our own asking again that is seen
     uri = put(server, tmp_path, "jsonl")
-    source = Ordered(Reader(uri), "k", 1, shuffled=False).partition(0, 0)
+    source = Ordered(Reader(uri), "k", 1, 0).partition(0)
     found = take(source, 10)
     server.stop()
     back = threading.Timer(2.0, server.start)

@@ -283,9 +283,9 @@ def _not_once(trial: Trial, seen: Counter) -> int:
 
 
 def _not_said(trial: Trial, partitions: Partitions, said: DataPlan, whole: list[list[list[tuple[int, ...]]]]) -> int:
-    found, window = dict.fromkeys(trial.sizes, 0.0), partitions.shuffle + 2 * partitions.lookahead
+    found = dict.fromkeys(trial.sizes, 0.0)
     read = {
-        (name, partition): _Read(partitions.opened(name)[0].partition(partition, window), name, trial)
+        (name, partition): _Read(partitions.opened(name)[0].partition(partition), name, trial)
         for name in trial.sizes
         for partition in range(trial.partitions)
     }

@@ -76,9 +76,9 @@ class DataConfig(Section):
     seq_len: Positive = 2048
     """Tokens in one packed sequence; no sample may be longer."""
     shuffle_buffer: Count = 1024
-    """Number of samples in the shuffle buffer of each partition. The samples come from blocks (row groups of parquet,
-    1 MiB of lines) that are permuted in each epoch; compressed files are permuted as whole files. 0 keeps the order of
-    the files."""
+    """About the least number of consecutive rows of a partition that are permuted together. They are those of whole
+    blocks (row groups of parquet, 1 MiB of lines), which are permuted in each epoch. Of compressed files, which are
+    permuted as whole files, they are just so many. 0 keeps the order of the files."""
     mix: MixConfig = MixConfig()
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     """What to do with a sample longer than `seq_len`; what was dropped or cut is counted.

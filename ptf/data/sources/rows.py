@@ -43,10 +43,16 @@ class RawRow:
     epoch: int = 0
     file: int = 0
     number: int = 0  # of the block in the file
+    first: int = 0  # where `block` is a part of that block: the number of its first row there
 
     def read(self) -> Row:
         """Return the parsed row. Raises UserError where it cannot be parsed."""
         return self.block.row(self.row)
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Return epoch, file, block and row in the block, with which the row can be read again."""
+        return self.epoch, self.file, self.number, self.first + self.row
 
     @property
     def where(self) -> str:

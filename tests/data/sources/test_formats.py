@@ -99,7 +99,7 @@ def test_every_format_gives_the_rows_and_resumes(
         assert block is not None
         assert expected is not None
         assert [block.row(i) for i in range(len(block))] == [expected.row(i) for i in range(len(expected))]
-    source, resumed, whole = (Ordered(Reader(uri), "order", 3).partition(1, 0) for _ in range(3))
+    source, resumed, whole = (Ordered(Reader(uri), "order", 3, 4).partition(1) for _ in range(3))
     first = [next(source).read()["n"] for _ in range(17)]
     resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
     assert [*first, *(next(resumed).read()["n"] for _ in range(17))] == [next(whole).read()["n"] for _ in range(34)]

@@ -184,7 +184,7 @@ def test_a_hub_that_fails_now_and_then_is_asked_again(stub: HubStub, monkeypatch
 
 def test_a_moved_branch_does_not_change_a_run(stub: HubStub, tmp_path: Path) -> None:
     old = stub.push("open/gsm", gsm())
-    source = Ordered(Reader("open/gsm:main:train"), "k", 1, shuffled=False).partition(0, 0)
+    source = Ordered(Reader("open/gsm:main:train"), "k", 1, 0).partition(0)
     first = [next(source).read()["n"] for _ in range(2)]
     state = json.loads(json.dumps(source.state_dict()))
     new = stub.push("open/gsm", gsm(first=7))  # of the same names and sizes
@@ -193,8 +193,8 @@ def test_a_moved_branch_does_not_change_a_run(stub: HubStub, tmp_path: Path) -> 
         UserError,
         match=f"is at commit {new}, the checkpoint's data were of commit {old}: write @{old} behind the dataset's name",
     ):
-        Ordered(Reader("open/gsm:main:train"), "k", 1, shuffled=False).partition(0, 0).load_state_dict(state)
-    again = Ordered(Reader(f"open/gsm@{old}:main:train"), "k", 1, shuffled=False).partition(0, 0)
+        Ordered(Reader("open/gsm:main:train"), "k", 1, 0).partition(0).load_state_dict(state)
+    again = Ordered(Reader(f"open/gsm@{old}:main:train"), "k", 1, 0).partition(0)
     again.load_state_dict(state)
     assert first + [next(again).read()["n"] for _ in range(3)] == [0, 1, 2, 3, 4]
 

@@ -64,8 +64,8 @@ def test_one_pass_in_file_order(directory: Path) -> None:
 def test_rows_know_where_they_came_from(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}])
     assert [place.where for place in rows_once(Reader(str(path)))] == [f"{path}:1", f"{path}:3"]  # line 2 is empty
-    for shuffled in (True, False):
-        source = Ordered(Reader(str(path)), "key", 2, shuffled=shuffled).partition(1, 0)
+    for window in (4, 0):
+        source = Ordered(Reader(str(path)), "key", 2, window).partition(1)
         assert {next(source).where for _ in range(20)} <= {f"{path}:1", f"{path}:3"}
 
 
@@ -84,9 +84,9 @@ def test_bad_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
     path = str(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match=message):
         all_of(path)
-    for shuffled in (True, False):
+    for window in (4, 0):
         with pytest.raises(UserError, match=message):
-            take(Ordered(Reader(path), "key", 1, shuffled=shuffled).partition(0, 0), 3)
+            take(Ordered(Reader(path), "key", 1, window).partition(0), 3)
 
 
 def test_missing_data_is_named(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 def test_other_files_are_not_resumed_into(tmp_path: Path) -> None:
     def partition():
-        return Ordered(Reader(str(tmp_path)), "key", 1).partition(0, 0)
+        return Ordered(Reader(str(tmp_path)), "key", 1, 4).partition(0)
 
     write(tmp_path / "a.jsonl", [{"n": 0}])
     state = partition().state_dict()
@@ -124,7 +124,7 @@ def test_other_files_are_not_resumed_into(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
-    partition = Ordered(Reader(str(write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}]))), "key", 1).partition(0, 0)
+    partition = Ordered(Reader(str(write(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}]))), "key", 1, 4).partition(0)
     (tmp_path / "a.jsonl").write_text('{"n": 0}\n')
     with pytest.raises(UserError, match=r"a\.jsonl has other rows than when they were counted"):
         next(partition)
@@ -213,8 +213,8 @@ def test_partitions_read_a_remote_file_once(tmp_path: Path, monkeypatch: pytest.
     fsspec.filesystem("memory").pipe_file("/rows/a.jsonl", write(tmp_path / "a.jsonl", rows).read_bytes())
     monkeypatch.setattr(readers, "LINES_BYTES", 50_000)
     store = Counting(monkeypatch, set())
-    ordered = Ordered(Reader("memory://rows"), "key", 8)
-    partitions = [ordered.partition(partition, 0) for partition in range(8)]
+    ordered = Ordered(Reader("memory://rows"), "key", 8, 4)
+    partitions = [ordered.partition(partition) for partition in range(8)]
     assert sorted(n for _ in range(12) for n in [take(partition, 1)[0] for partition in partitions]) == list(range(96))
     assert 8 <= store.asked <= 1_000_000 / 50_000 + 2
 
@@ -241,8 +241,8 @@ def test_what_is_held_of_a_large_file_is_bounded(tmp_path: Path, monkeypatch: py
 
     def peak(keep: int) -> int:
         monkeypatch.setattr(readers, "KEEP_BYTES", keep)
-        ordered = Ordered(Reader(str(path)), "key", 4, shuffled=False)
-        partitions = [ordered.partition(partition, 0) for partition in range(4)]
+        ordered = Ordered(Reader(str(path)), "key", 4, 0)
+        partitions = [ordered.partition(partition) for partition in range(4)]
         tracemalloc.start()
         try:
             numbers = [next(partitions[k % 4]).read()["n"] for k in range(6000)]
