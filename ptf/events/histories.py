@@ -60,7 +60,7 @@ def read(
     if strange := columns.keys() - set(COLUMNS):
         raise UserError(f"columns: {', '.join(sorted(strange))} is none of {', '.join(COLUMNS)}")
     names = {name: columns.get(name, name) for name in COLUMNS}
-    events: dict[str, list[tuple[float, str]]] = {}
+    events, by_user = dict[str, list[tuple[float, str]]](), dict[str, History]()
     counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
     for number, (where, row) in enumerate(rows, 1):
         counts["rows"] += 1
@@ -88,7 +88,6 @@ def read(
                 f"{time:.0f} after {user_events[-1][0]:.0f} (order: sort sorts them)"
             )
         user_events.append((time, item))
-    by_user = dict[str, History]()
     for user, user_events in events.items():
         baskets: dict[float, dict[str, None]] = {}
         for time, item in sorted(user_events, key=lambda event: event[0]):  # stable

@@ -128,13 +128,17 @@ def prepare(
             f"{events}: with hold_out {hold_out!r} nothing is left to train on: no user has two baskets, "
             "or two items, before what is held out"
         )
-    counts = histories.counts
-    print(
-        f"events: {counts['rows']} rows, {counts['duplicates']} twice in a basket, {counts['unknown']} of unknown "
-        f"items; {len(splits)} users, {counts['single']} left out with one event; {len(facts)} items; "
-        f"{len(held_out)} users have a basket held out; "
-        f"{serializer.left_out} baskets of one item without a basket before them are not trained",
-        flush=True,
+    print(_summary(histories.counts, len(splits), len(facts), len(held_out), serializer.left_out), flush=True)
+
+
+def _summary(counts: Mapping[str, int], users: int, items: int, held_out: int, left_out: int) -> str:
+    """Return a line on what was read; `counts` are those of the histories."""
+    return (
+        f"events: {counts['rows']} rows, {counts['duplicates']} twice in a basket, "
+        f"{counts['unknown']} of unknown items; {users} users, "
+        f"{counts['single']} left out with one event; {items} items; "
+        f"{held_out} users have a basket held out; "
+        f"{left_out} baskets of one item without a basket before them are not trained"
     )
 
 
