@@ -317,5 +317,4 @@ class Controller:
         """Close the logs, end what is in flight, and the processes of rewards and environments."""
         self.rollouts.close()
         for each in (self.timeline, self.track, self.samples, self.validation_rewards):
-            if each:
-                each.close()
+            each.close()

@@ -82,15 +82,20 @@ class Sampler:
         """
         self._raise_if_other_version(version)
         limits = self.limits(max_new_tokens, temperature)
-
-        def episode(p: Prompt, i: int) -> Episode:
-            seeds = partial(seed_of, self.seed, key, p.index, i)
-            return Episode(
-                p, limits, self.tokenizer, seeds, self.rollout_functions.of(p.source), self.episode_timeout_s
+        episodes = [
+            Episode(
+                prompt,
+                limits,
+                self.tokenizer,
+                partial(seed_of, self.seed, key, prompt.index, i),
+                self.rollout_functions.of(prompt.source),
+                self.episode_timeout_s,
             )
-
+            for prompt in prompts
+            for i in range(n)
+        ]
         responses: list[dict[int, Trajectory]] = [{} for _ in prompts]
-        for ended in self._run_episodes([episode(p, i) for p in prompts for i in range(n)]):
+        for ended in self._run_episodes(episodes):
             whole = list[tuple[int, Group]]()
             for number, trajectory in ended:
                 which, i = divmod(number, n)

@@ -75,9 +75,10 @@ def make_of(name: str, args: Sequence[str], precision: str, place: Path) -> Make
 
     `args` are KEY=VALUE arguments of a plugin engine. For vLLM, its environment variables are set in this process.
     """
-    pairs = [arg.partition("=") for arg in args]
-    plugin = Plugin(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
-    kind = name if name in ("native", "vllm") else plugin
+    kind: str | Plugin = name
+    if name not in ("native", "vllm"):
+        pairs = [arg.partition("=") for arg in args]
+        kind = Plugin(use=name, args={key: yaml.safe_load(value) for key, _, value in pairs})
     if kind == "vllm":
         from ptf.rl.engines.vllm_engine import engine_env
 
