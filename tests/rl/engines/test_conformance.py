@@ -126,6 +126,10 @@ def test_ours_in_fixed_batches_plugged_in_will_do(tmp_path):
     assert not any(finding.wrong or finding.refused for finding in found)
 
 
+def test_a_built_in_engine_is_started_by_its_name(tmp_path):
+    ConformanceSuite(make_of("native", [], "fp32", tmp_path), tmp_path).declares()
+
+
 def test_ours_that_batches_continuously_will_do(tmp_path):
     def make(directory, version):
         cpu = torch.device("cpu")
