@@ -29,7 +29,7 @@ from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.rank_balancing import group_size
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.token_file import ROWS_IN_GROUP, RowFile, side_by_side, unit_columns
+from ptf.data.token_file import ROWS_IN_GROUP, RowFile, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.train.batch_sharding import deal
 from tests.data.peers import Threads, close
@@ -91,7 +91,7 @@ def write_tokenized(directory: Path, documents: int, tokens: int, copies: int = 
     file, weights = RowFile(place / "000.parquet"), np.ones(tokens, np.float32)
     for first in range(0, documents, ROWS_IN_GROUP):
         rows = range(first, min(first + ROWS_IN_GROUP, documents))
-        file.write(side_by_side(unit_columns([(Document(ids[i : i + tokens], weights, "a"),)]) for i in rows))
+        file.write([unit_columns([(Document(ids[i : i + tokens], weights, "a"),)]) for i in rows])
     file.close()
     for copy in range(1, copies):
         os.link(place / "000.parquet", place / f"{copy:03}.parquet")

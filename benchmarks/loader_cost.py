@@ -36,7 +36,7 @@ from ptf.data.loader import Loader
 from ptf.data.partitions import Partitions
 from ptf.data.sources import columnar
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.token_file import ROWS_IN_GROUP, RowFile, side_by_side, unit_columns
+from ptf.data.token_file import ROWS_IN_GROUP, RowFile, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from tests.data.test_order import labelled, labels, mixed, partitions_of
 
@@ -56,7 +56,7 @@ def write_data(directory: Path, documents: int, tokenizer: Tokenizer) -> float:
             weights[: n // 3] = 0.0
             rows.append(unit_columns([(Document(rng.integers(0, 150_000, n).astype(np.int32), weights, "a"),)]))
             total += int(n)
-        file.write(side_by_side(rows))
+        file.write(rows)
     file.close()
     storage.commit(directory, tokenized.made_by(tokenizer))
     return total / (-(-documents // ROWS_IN_GROUP) * ROWS_IN_GROUP)

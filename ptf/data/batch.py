@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,6 +75,10 @@ class Batch:
             varlen=self.varlen._replace(cu_seqlens=change(self.varlen.cu_seqlens)),
             token_columns={name: change(values) for name, values in self.token_columns.items()},
         )
+
+    def through(self, model: Callable[..., Any], head_fn: Callable[..., Any]) -> Any:
+        """Return what a model makes of the batch: `head_fn` of its hidden states and its head."""
+        return model(self.tokens, self.positions, self.segments, head_fn, varlen=self.varlen)
 
     def per_document(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return sums over documents, weighted by `weights` (default: the batch's): [B, T] → [documents]."""

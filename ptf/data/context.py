@@ -23,7 +23,7 @@ Conversation = tuple[list[dict[str, Any]], list[Any]]  # messages, tools
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Passage:
     """A part of the context, and how its presence in a render is tested."""
 
     name: str  # what an error calls it
@@ -70,7 +70,7 @@ def _certain(text: str, corpus: str) -> bool:
     return len(text) >= CERTAIN and "<" not in text and corpus.count(text) <= 1
 
 
-def _are_shown(parts: Sequence[Part], messages: Any, tools: Any, tokenizer: Tokenizer, arguments: Any) -> list[bool]:
+def _are_shown(parts: Sequence[Passage], messages: Any, tools: Any, tokenizer: Tokenizer, arguments: Any) -> list[bool]:
     """Return for each part whether its replacement appears in the render."""
     text, words = _rendered(parts, messages, tools, tokenizer, arguments)
     if text is None and len(parts) > 1:
@@ -80,7 +80,7 @@ def _are_shown(parts: Sequence[Part], messages: Any, tools: Any, tokenizer: Toke
 
 
 def _rendered(
-    parts: Sequence[Part], messages: Any, tools: Any, tokenizer: Tokenizer, arguments: Any
+    parts: Sequence[Passage], messages: Any, tools: Any, tokenizer: Tokenizer, arguments: Any
 ) -> tuple[str | None, list[str]]:
     """Return the render with words in place of the parts, or None where the template refuses them, and the words."""
     changed: Conversation = ([dict(m) for m in messages], list(tools or ()))
@@ -93,13 +93,13 @@ def _rendered(
         return None, words
 
 
-def _parts(i: int, message: Mapping[str, Any]) -> list[Part]:
+def _parts(i: int, message: Mapping[str, Any]) -> list[Passage]:
     """Return the parts of a message that the model which answers it should see: its content and its tool calls.
 
     The content of an assistant's message counts without its thinking, and only where it has no calls.
     """
     calls, content = message.get("tool_calls") or [], message["content"]
-    parts: list[Part] = []
+    parts: list[Passage] = []
     thought, tag, spoken = content.rpartition("</think>") if message["role"] == "assistant" else ("", "", content)
     if spoken.strip() and not (calls and message["role"] == "assistant"):
         escaped = encode_basestring(spoken.strip())[1:-1]
@@ -107,11 +107,11 @@ def _parts(i: int, message: Mapping[str, Any]) -> list[Part]:
         def replace(changed: Conversation, word: str) -> None:
             changed[0][i]["content"] = thought + tag + word
 
-        parts.append(Part(f"message {i} ({message['role']})", spoken.strip(), (spoken.strip(), escaped), replace))
+        parts.append(Passage(f"message {i} ({message['role']})", spoken.strip(), (spoken.strip(), escaped), replace))
     return parts + [_call(i, k, message) for k in range(len(calls))]
 
 
-def _call(i: int, k: int, message: Mapping[str, Any]) -> Part:
+def _call(i: int, k: int, message: Mapping[str, Any]) -> Passage:
     """Return tool call k of message i as a part."""
 
     def replace(changed: Conversation, word: str) -> None:
@@ -121,10 +121,10 @@ def _call(i: int, k: int, message: Mapping[str, Any]) -> Part:
 
     function = message["tool_calls"][k].get("function", message["tool_calls"][k])
     written = json.dumps(function.get("arguments"), ensure_ascii=False, default=str)
-    return Part(f"the call of message {i}", function["name"], (written,), replace)
+    return Passage(f"the call of message {i}", function["name"], (written,), replace)
 
 
-def _tool(k: int, tool: Any) -> Part:
+def _tool(k: int, tool: Any) -> Passage:
     """Return tool k as a part."""
 
     def replace(changed: Conversation, word: str) -> None:
@@ -134,7 +134,7 @@ def _tool(k: int, tool: Any) -> Part:
     inside = function if isinstance(function, dict) else {}
     written = [json.dumps(value, ensure_ascii=False, default=str) for value in (tool, function)]
     texts = (*written, str(inside.get("description") or ""))
-    return Part(f"tool {k}", str(inside.get("name", tool)), texts, replace)
+    return Passage(f"tool {k}", str(inside.get("name", tool)), texts, replace)
 
 
 def _named(tool: Any, word: str) -> Any:

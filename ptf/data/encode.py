@@ -13,14 +13,14 @@ import numpy as np
 from ptf.data.chat import WEIGHT, TrainOn, chat_samples, clean, in_turns, served_turns, trained_turns
 from ptf.data.context import raise_if_unseen
 from ptf.data.document import Document, PackUnit, length
-from ptf.data.forms import COLUMNS, Columns, advice
+from ptf.data.forms import COLUMNS, advice
 from ptf.data.kinds import KINDS, label_of, shaped
 from ptf.data.messages import finite
 from ptf.data.prefixes import prefix_groups
 from ptf.data.quarantine import FAULTS, BadRow, reason_of
 from ptf.data.rendering import row_arguments
 from ptf.data.response_conversation import as_history, differ, history_of, is_conversation, join_answer
-from ptf.data.sources.rows import RawRow
+from ptf.data.sources.rows import RawRow, SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
@@ -371,13 +371,12 @@ class Encoder:
     splitting conversations costs. A bad row is an error unless `set_aside` is given.
     """
 
-    encode: Encode
+    encode: Encode  # of rows that are not tokenized
     name: str
+    spec: SourceSpec
     seq_len: int
     too_long: TooLong
     _: KW_ONLY
-    columns: Columns = field(default_factory=dict)
-    kind: str = "auto"
     set_aside: SetAside | None = None
     # the common beginning of a row's samples is encoded once; samples that share one are one pack unit (prefixes.py)
     share_prefixes: bool = False
@@ -390,14 +389,15 @@ class Encoder:
         row: Row = {}
         try:
             raw = row = place.read()
-            row = shaped(raw, self.columns, self.kind, place.block.columnar)
+            row = shaped(raw, self.spec.columns, self.spec.kind, place.block.columnar)
             if self.unread is not None:
                 self.unread(raw, row, place.where)
-            whole_units = [apply_row_weight(unit, row) for unit in self.encode(row, self.name)]
+            made = row["atoms"] if self.spec.kind == "tokenized" else self.encode(row, self.name)
+            whole_units = [apply_row_weight(unit, row) for unit in made]
             fitted = [limit_length(unit, self.seq_len, self.too_long) for unit in whole_units]
         except FAULTS as e:
             reason = reason_of(e, row)
-            if self.set_aside is None:
+            if self.set_aside is None or self.spec.kind == "tokenized":
                 raise UserError(f"{place.where} (source {self.name}): {reason}") from (
                     None if isinstance(e, UserError) else e
                 )

@@ -30,7 +30,7 @@ _States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # the state of each 
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Share:
     """The part of one global step that this rank trains."""
 
     batches: list[Batch]
@@ -119,12 +119,12 @@ class Loader(Iterator[list[Batch]]):
             sequences = [sequence or nothing for sequence in sequences]
         return sequences
 
-    def _lay_out_step(self, sequences: list[list[PackUnit]], numbers: list[int], states: _States) -> _Step:
+    def _lay_out_step(self, sequences: list[list[PackUnit]], numbers: list[int], states: _States) -> _Share:
         batches = lay_out(sequences, self._seq_len, self._micro_sequences, self._buffers)
         tokens = sum(length(unit) for sequence in sequences for unit in sequence)
-        return _Step(batches, numbers, tokens / (len(sequences) * self._seq_len), *states)
+        return _Share(batches, numbers, tokens / (len(sequences) * self._seq_len), *states)
 
-    def _steps(self, step: int, stop: threading.Event) -> Iterator[_Step]:
+    def _steps(self, step: int, stop: threading.Event) -> Iterator[_Share]:
         """Yield the steps from `step` on, until `stop` is set."""
         if self._peers is None:
             while not stop.is_set():
@@ -134,7 +134,7 @@ class Loader(Iterator[list[Batch]]):
         else:
             yield from self._exchanged_steps(step, stop, self._peers)
 
-    def _exchanged_steps(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Step]:
+    def _exchanged_steps(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Share]:
         """Make and exchange several steps at a time: one at first, so that training begins soon, then twice as many
         each time, up to `STEPS`.
 
@@ -182,7 +182,7 @@ class Loader(Iterator[list[Batch]]):
         """Put steps into the queue, and the error that ends them; runs in the thread."""
         steps = self._steps(step, stop)
         while True:
-            item: _Step | BaseException
+            item: _Share | BaseException
             try:
                 item = next(steps)
             except StopIteration:

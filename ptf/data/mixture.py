@@ -48,6 +48,8 @@ class Mixer(Iterator[T], Generic[T]):
         self._empty: set[str] = set()  # streams that have no more items
         self.taken: dict[str, float] = dict.fromkeys(streams, 0)
         """The amount taken from each stream, in samples or in units of `size`."""
+        self.last = ""
+        """The stream that the last item is of."""
         self._left = self._open()
         self._changed = list(streams)  # streams from which an item was taken since the last `_update`
 
@@ -62,6 +64,7 @@ class Mixer(Iterator[T], Generic[T]):
             # of equals, the first stream in the config is chosen
             name = max(left, key=lambda name: self._shares[name] / shares * n + self._deficits[name] - self.taken[name])
         item = next(self._streams[name])
+        self.last = name
         self.taken[name] += 1 if self._size is None else self._size(item)
         self._changed = [name]
         return item

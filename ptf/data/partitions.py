@@ -143,8 +143,16 @@ class Partitions:
 
     def encoder(self, name: str, aside: SetAside | None, unread: Unread | None = None) -> Encoder:
         """Return an encoder of a source's rows; a bad one is an error unless `aside` takes it."""
-        spec, prefixes = self.opened(name)[1], self.share_prefixes
-        return encoder_of(name, spec, self.encode, self.seq_len, self.too_long, aside, prefixes, unread)
+        return Encoder(
+            self.encode,
+            name,
+            self.opened(name)[1],
+            self.seq_len,
+            self.too_long,
+            set_aside=aside,
+            share_prefixes=self.share_prefixes,
+            unread=unread,
+        )
 
     def uncounted_encoder(self, name: str) -> Encoder:
         """Return an encoder for rows that are counted elsewhere."""
@@ -171,32 +179,6 @@ def opened(spec: SourceSpec, tokenizer: Tokenizer | None) -> tuple[Reader, Sourc
     return tokenized.reader(spec.path, tokenizer, spec.verify_up_to), spec
 
 
-def encoder_of(
-    name: str,
-    spec: SourceSpec,
-    encode: Encode,
-    seq_len: int,
-    too_long: TooLong,
-    set_aside: SetAside | None = None,
-    share_prefixes: bool = False,
-    unread: Unread | None = None,
-) -> Encoder:
-    """Return the encoder that makes pack units of a source's rows."""
-    if spec.kind == "tokenized":
-        return Encoder(tokenized.decode, name, seq_len, too_long, kind=spec.kind, share_prefixes=share_prefixes)
-    return Encoder(
-        encode,
-        name,
-        seq_len,
-        too_long,
-        columns=spec.columns,
-        kind=spec.kind,
-        set_aside=set_aside,
-        share_prefixes=share_prefixes,
-        unread=unread,
-    )
-
-
 def pack_units_once(
     sources: Mapping[str, SourceSpec],
     *,
@@ -213,6 +195,6 @@ def pack_units_once(
     """
     for name, spec in sources.items():
         reader, spec = opened(spec, tokenizer)
-        encoder = encoder_of(name, spec, encode, seq_len, too_long, set_aside)
+        encoder = Encoder(encode, name, spec, seq_len, too_long, set_aside=set_aside)
         for place in rows_once(reader, spec.limit):
             yield from encoder(place)

@@ -1,13 +1,13 @@
 """The prompts of online recipes: one pass over a source, and an endless stream, shuffled and mixed."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ptf.data.encode import encode_prompt
 from ptf.data.kinds import shaped
 from ptf.data.mixture import Mixture
-from ptf.data.order import ORDER, Ordered, PartitionSource, raise_if_other_order
+from ptf.data.order import ORDER, Ordered, raise_if_other_order
 from ptf.data.quarantine import FAULTS, reason_of
 from ptf.data.sources.blocks import Row
 from ptf.data.sources.reader import Reader
@@ -35,29 +35,6 @@ def _prompt(row: RawRow, spec: SourceSpec, source: str, tokenizer: Tokenizer, in
         )
 
 
-@dataclass(eq=False)
-class _SourceRows:
-    """Passes[(source, row)]: the rows of a source with its name."""
-
-    name: str
-    rows: PartitionSource
-
-    def __next__(self) -> tuple[str, RawRow]:
-        return self.name, next(self.rows)
-
-    def passes(self) -> int:
-        """Return the number of epochs of which every row has been yielded."""
-        return self.rows.passes()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last row."""
-        return self.rows.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        self.rows.load_state_dict(state)
-
-
 class Prompts:
     """Stream[Prompt]: endless, shuffled and mixed prompts.
 
@@ -72,7 +49,7 @@ class Prompts:
             name: Ordered(Reader(spec.path), f"prompts/{seed}/{name}", 1, shuffle, spec.limit)
             for name, spec in sources.items()
         }
-        streams = {name: _SourceRows(name, ordered.partition(0)) for name, ordered in self.orders.items()}
+        streams = {name: ordered.partition(0) for name, ordered in self.orders.items()}
         self.mixture = Mixture(sources, seed, temperature)
         self.shares = self.mixture.shares(self.rows)
         self._mixer = self.mixture.mixed(streams, self.shares, 0, rows=lambda row: 1.0)
@@ -83,7 +60,7 @@ class Prompts:
         return {name: ordered.rows for name, ordered in self.orders.items()}
 
     def __next__(self) -> Prompt:
-        name, row = next(self._mixer)
+        row, name = next(self._mixer), self._mixer.last
         self._index += 1
         return _prompt(row, self.mixture.sources[name], name, self._tokenizer, self._index - 1)
 

@@ -5,7 +5,7 @@ row's tokens is stored as cells of little-endian bytes, a row group is read as a
 slice of them. Loss weights are stored as runs of equal weights.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ptf.data.document import Document, PackUnit
-from ptf.data.sources.blocks import Block, Row
+from ptf.data.sources.blocks import Row, RowBlock
 from ptf.errors import UserError
 
 FORM = 2  # version of the file; data of another version are tokenized again
@@ -74,12 +74,6 @@ def runs(weights: np.ndarray) -> np.ndarray:
     return result
 
 
-def side_by_side(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return rows that `unit_columns` made as columns."""
-    rows = list(rows)
-    return {column: [row[column] for row in rows] for column in (*COLUMNS, "streams")}
-
-
 class RowFile:
     """A file that is being written.
 
@@ -91,13 +85,14 @@ class RowFile:
         self._path, self._file, self._pending = path, None, []
         self._token_columns: dict[str, tuple[np.dtype, int]] = {}
 
-    def write(self, columns: Mapping[str, list[Any]]) -> None:
-        """Write rows, given as columns.
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows that `unit_columns` made, as row groups of their own.
 
         Raises UserError where samples have other per-token values than the first one.
         """
-        for token_columns, lengths in zip(columns["streams"], columns["lengths"], strict=True):
-            if not len(lengths):
+        for row in rows:
+            token_columns = row["streams"]
+            if not len(row["lengths"]):
                 continue
             if self._file is None:
                 self._open({name: _kind(values) for name, values in token_columns.items()})
@@ -106,7 +101,7 @@ class RowFile:
                     f"samples have other per-token values than the first: {sorted(token_columns)}, "
                     f"not {sorted(self._token_columns)}"
                 )
-        self._pending.append(columns)
+        self._pending.append(rows)
         if self._file is not None:
             self._flush()
 
@@ -130,15 +125,13 @@ class RowFile:
     def _flush(self) -> None:
         """Write the pending rows as row groups."""
         assert self._file is not None
-        for columns in self._pending:
-            arrays = [
-                _cells(columns[name], np.dtype(np.int32)) if kind == CELL else _lists(columns[name], kind)
-                for name, kind in COLUMNS.items()
-            ]
+        for rows in self._pending:
+            arrays = []
+            for name, kind in COLUMNS.items():
+                values = [row[name] for row in rows]
+                arrays.append(_cells(values, np.dtype(np.int32)) if kind == CELL else _lists(values, kind))
             for name, (kind, _) in self._token_columns.items():
-                arrays.append(
-                    _cells([token_columns.get(name, np.zeros(0, kind)) for token_columns in columns["streams"]], kind)
-                )
+                arrays.append(_cells([row["streams"].get(name, np.zeros(0, kind)) for row in rows], kind))
             self._file.write_table(pa.Table.from_arrays(arrays, schema=self._file.schema), ROWS_IN_GROUP)
         self._pending.clear()
 
@@ -229,7 +222,7 @@ class TokenRows:
         remaining = iter(samples)
         return [tuple(islice(remaining, n)) for n in self._units[self._first_unit[i] : self._first_unit[i + 1]]]
 
-    def part(self, start: int, end: int) -> Block:
+    def part(self, start: int, end: int) -> RowBlock:
         """Raise: rows of tokenized data are not tokenized again."""
         raise NotImplementedError("tokenized data cannot be tokenized again")
 

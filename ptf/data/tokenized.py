@@ -1,4 +1,4 @@
-"""Encoded rows as parquet: data are tokenized once, and train as if they were tokenized during training.
+"""EncodedRows rows as parquet: data are tokenized once, and train as if they were tokenized during training.
 
 One row of parquet is one row of the source with its pack units (none where the row was dropped or bad),
 so an epoch has the same samples (in the order of its own blocks). ptf/data/token_file.py defines how a row is stored.
@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ptf import storage
-from ptf.data.document import PackUnit
 from ptf.data.encode import COUNTS, Encode, Encoder, TooLong
 from ptf.data.kinds import with_detected_kind
 from ptf.data.quarantine import BadRow, Quarantine
-from ptf.data.sources.blocks import Block, Row
+from ptf.data.sources.blocks import RowBlock
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import RawRow, SourceSpec, blocks_once
-from ptf.data.token_file import FORM, ROWS_IN_GROUP, RowFile, TokenRows, side_by_side, unit_columns
+from ptf.data.token_file import FORM, ROWS_IN_GROUP, RowFile, TokenRows, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import Unread
 from ptf.errors import UserError
@@ -37,8 +36,8 @@ ROWS_AT_ONCE = 256  # rows that a process receives at a time
 FEW_BYTES = 8 << 20  # a smaller source is encoded in one process
 BAD_ROWS = "bad_rows.jsonl"
 
-# columns by row, counts, rows set aside, and names that nothing reads with the places where they appeared
-Encoded = tuple[dict[str, list[Any]], dict[str, int], list[BadRow], dict[str, str]]
+# rows as columns, counts, rows set aside, and names that nothing reads with the places where they appeared
+EncodedRows = tuple[list[dict[str, Any]], dict[str, int], list[BadRow], dict[str, str]]
 
 
 @dataclass
@@ -53,20 +52,19 @@ class _Work:
     skip_bad: bool
     unread: Unread
 
-    def __call__(self, block: Block, uri: str, before: int) -> Encoded:
+    def __call__(self, block: RowBlock, uri: str, before: int) -> EncodedRows:
         bad_rows: list[BadRow] = []
         encoder = Encoder(
             self.encode,
             self.name,
+            self.spec,
             self.seq_len,
             self.too_long,
-            columns=self.spec.columns,
-            kind=self.spec.kind,
             set_aside=(lambda bad, counts: bad_rows.append(bad)) if self.skip_bad else None,
             unread=self.unread,
         )
         rows = [unit_columns(encoder(RawRow(block, i, uri, before))) for i in range(len(block))]
-        return side_by_side(rows), encoder.counts, bad_rows, self.unread.names
+        return rows, encoder.counts, bad_rows, self.unread.names
 
 
 _work: _Work | None = None  # set at the start of each process of the pool, so it need not be picklable
@@ -79,7 +77,7 @@ def _start(work: _Work, parent: int) -> None:
     _work, work.unread.say = work, None
 
 
-def _run(block: Block, uri: str, before: int) -> Encoded:
+def _run(block: RowBlock, uri: str, before: int) -> EncodedRows:
     """Encode some rows in a process of the pool."""
     assert _work is not None
     return _work(block, uri, before)
@@ -120,12 +118,12 @@ def write(
         unread = Unread(spec, tokenizer, read_keys, partial(print, f"tokenize: source {name}:", flush=True))
         work = _Work(encode, name, seq_len, too_long, spec, max_bad_rows_share > 0, unread)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
-            for columns, counted, bad, names in _encoded(work, reader, spec.limit, processes):
+            for rows, counted, bad, names in _encoded(work, reader, spec.limit, processes):
                 counts.update(counted)
                 for row in bad:
                     quarantine.add(row, counts)
                 unread.note(names)
-                file.write(columns)
+                file.write(rows)
         made_with |= {"commit": reader.commit} if reader.commit else {}  # the commit of a dataset on the Hub
         manifest = storage.commit(
             part / "new",
@@ -137,10 +135,10 @@ def write(
         return manifest
 
 
-def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[Encoded]:
+def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[EncodedRows]:
     """Yield what `work` makes of every row, in groups of the parquet file, in order."""
     if processes == 1 or sum(reader.sizes) < FEW_BYTES:
-        encoded: Iterable[Encoded] = (work(*piece) for piece in _pieces(reader, limit))
+        encoded: Iterable[EncodedRows] = (work(*piece) for piece in _pieces(reader, limit))
     else:
         encoded = _in_processes(work, _pieces(reader, limit), processes)
     with progress.phase(work.name, 100, "% of the files") as phase:
@@ -149,14 +147,14 @@ def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> 
             yield group
 
 
-def _pieces(reader: Reader, limit: int | None) -> Iterator[tuple[Block, str, int]]:
+def _pieces(reader: Reader, limit: int | None) -> Iterator[tuple[RowBlock, str, int]]:
     """Yield the first `limit` rows of the source in pieces of at most `ROWS_AT_ONCE` rows."""
     for block, file, _, before, rows in blocks_once(reader, limit):
         for at in range(0, rows, ROWS_AT_ONCE):
             yield block.part(at, min(at + ROWS_AT_ONCE, rows)), reader.uris[file], before
 
 
-def _in_processes(work: _Work, pieces: Iterator[tuple[Block, str, int]], processes: int) -> Iterator[Encoded]:
+def _in_processes(work: _Work, pieces: Iterator[tuple[RowBlock, str, int]], processes: int) -> Iterator[EncodedRows]:
     """Yield encoded pieces in order, at most a few of them ahead.
 
     Processes are forked, because encoders are often closures.
@@ -165,7 +163,7 @@ def _in_processes(work: _Work, pieces: Iterator[tuple[Block, str, int]], process
         _quiet_forks(),
         ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (work, os.getpid())) as pool,
     ):
-        pending: deque[Future[Encoded]] = deque()
+        pending: deque[Future[EncodedRows]] = deque()
         try:
             for piece in pieces:
                 pending.append(pool.submit(_run, *piece))
@@ -192,22 +190,20 @@ def _quiet_forks() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _grouped(encoded: Iterable[Encoded]) -> Iterator[Encoded]:
+def _grouped(encoded: Iterable[EncodedRows]) -> Iterator[EncodedRows]:
     """Yield the same rows in groups of at least `ROWS_IN_GROUP`."""
-    columns: dict[str, list[Any]] = {}
     counts: Counter[str] = Counter()
-    bad, names = list[BadRow](), dict[str, str]()
+    rows, bad, names = list[dict[str, Any]](), list[BadRow](), dict[str, str]()
     for more, counted, bad_rows, told in encoded:
-        for column, rows in more.items():
-            columns.setdefault(column, []).extend(rows)
+        rows += more
         counts.update(counted)
         bad += bad_rows
         names = told | names
-        if len(columns["atoms"]) >= ROWS_IN_GROUP:
-            yield columns, counts, bad, names
-            columns, counts, bad = {}, Counter(), []
-    if columns:
-        yield columns, counts, bad, names
+        if len(rows) >= ROWS_IN_GROUP:
+            yield rows, counts, bad, names
+            rows, counts, bad = [], Counter(), []
+    if rows:
+        yield rows, counts, bad, names
 
 
 def made_by(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -215,13 +211,8 @@ def made_by(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"tokenizer": tokenizer.identity, "storage": FORM}
 
 
-def decode(row: Row, name: str) -> list[PackUnit]:
-    """Return the pack units of a row of tokenized data; it takes the place of an encoder."""
-    return row["atoms"]
-
-
 def reader(path: str, tokenizer: Tokenizer, verify_up_to: float = float("inf")) -> Reader:
-    """Return a reader of tokenized data, for `decode`.
+    """Return a reader of tokenized data.
 
     Raises UserError where another tokenizer wrote them, or where the files changed.
     """

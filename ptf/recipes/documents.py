@@ -52,7 +52,7 @@ def values_at(model: Model, batch: Batch, positions: Tensor) -> Tensor:
     def head_fn(x: Tensor, head: Scalar) -> Tensor:
         return head.values(x.flatten(0, 1).index_select(0, positions))
 
-    return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
+    return batch.through(model, head_fn)
 
 
 def pairs(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ class ClippedPolicy(Recipe):
         if self.can_fuse_policy_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
         head_fn = partial(token_logprobs, **sampled_from(batch, self.context.processing))
-        outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
+        outputs = batch.through(model, head_fn)
         logprobs, entropy = outputs.logprobs, outputs.entropy  # [B, T]
         advantages, rollout = batch.token_columns["advantages"], batch.token_columns["rollout_logprobs"]
         # Without old_logprobs this is the only step from these rollouts, so π_old is the policy.
@@ -121,7 +121,7 @@ class ClippedPolicy(Recipe):
         """Return what `loss` returns, for a batch with `can_fuse_policy_gradient`."""
         coefficients = batch.token_columns["advantages"] * self.token_coefficients(batch)
         head_fn = partial(surrogate, **sampled_from(batch, self.context.processing), coefficients=coefficients)
-        loss, outputs = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
+        loss, outputs = batch.through(model, head_fn)
         metrics = {
             "loss": loss.detach(),
             "entropy": (outputs.entropy * self.metric_coefficients(batch)).sum(),

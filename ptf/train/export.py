@@ -53,7 +53,7 @@ def probe(model: Model, world: World, tokens: Sequence[int] | np.ndarray | None 
     tokens = probe_tokens(model) if tokens is None else np.asarray(tokens, np.int32)
     if model.config.head != "lm":
         batch = _batch(tokens, world)
-        values = model(batch.tokens, batch.positions, batch.segments, head_output, varlen=batch.varlen)
+        values = batch.through(model, head_output)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
     return {"tokens": tokens.tolist(), "logprobs": logprobs_of(model, tokens, world).tolist()}
 
@@ -67,7 +67,7 @@ def logprobs_of(model: Model, tokens: np.ndarray, world: World) -> torch.Tensor:
     """Return the model's log-probs of tokens 1…n−1, on the CPU."""
     batch = _batch(tokens, world)
     head_fn = partial(token_logprobs, **sampled_from(batch))
-    found = model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
+    found = batch.through(model, head_fn)
     return found.logprobs[0, :-1].float().cpu()
 
 

@@ -34,7 +34,7 @@ from ptf.data.document import Document, PackUnit, length
 from ptf.data.packing import pack_all
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import blocks_once
-from ptf.data.token_file import RowFile, side_by_side, unit_columns
+from ptf.data.token_file import RowFile, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.model.model import Model
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
@@ -165,7 +165,7 @@ class _Precomputing:
                     if file is not None:
                         group += map(unit_columns, computed_rows)
                         if ends or sum(map(_nbytes, group)) > GROUP_BYTES:
-                            file.write(side_by_side(group))
+                            file.write(group)
                             group = []
                     phase.done = 100 * reader.share
             if part:
@@ -185,7 +185,7 @@ class _Precomputing:
             tokens = 0
             count = len(block) if left is None else min(len(block), left)
             for i in range(count):
-                rows.append(tokenized.decode(block.row(i), ""))
+                rows.append(block.row(i)["atoms"])
                 tokens += sum(map(length, rows[-1]))
                 if tokens >= size or i == count - 1:
                     yield rows, i == count - 1

@@ -15,6 +15,7 @@ from ptf.data.encode import (
     shaped,
 )
 from ptf.data.quarantine import Quarantine, rows_in
+from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.read_form import at
@@ -79,7 +80,7 @@ def test_what_is_too_long_is_refused_dropped_or_cut() -> None:
 
 def test_the_encoder_counts_and_names_the_row(characters: Tokenizer) -> None:
     long = {"role": "assistant", "content": "2" * 30}
-    encoder = Encoder(lambda row, name: encode_document(row, characters, name), "sums", 20, "truncate")
+    encoder = Encoder(lambda row, name: encode_document(row, characters, name), "sums", SourceSpec(""), 20, "truncate")
     for line, messages in enumerate([[USER, ASSISTANT], [USER, long], [USER | {"content": "1" * 30}, ASSISTANT]], 1):
         encoder(at({"messages": messages}, line))
     assert encoder.counts == {
@@ -237,9 +238,9 @@ def test_columns_have_names_of_their_own_and_kinds_choose(characters: Tokenizer)
     encoder = Encoder(
         lambda row, name: encode_document(row, characters, name),
         "s",
+        SourceSpec("", columns={"prompt": "question", "completion": "answer"}),
         99,
         "error",
-        columns={"prompt": "question", "completion": "answer"},
     )
     ((sample,),) = encoder(at({"question": "1+1=", "answer": "2", "weight": 0.25}, 1))
     assert said(characters, sample) == (HEAD + ANSWER, ANSWER)
@@ -255,7 +256,12 @@ def test_bad_rows_are_set_aside_once_and_not_too_many(characters: Tokenizer, tmp
     def run(rows: list[dict[str, Any]]) -> Encoder:
         aside = Quarantine(file, 0.002)
         encoder = Encoder(
-            lambda row, name: encode_document(row, characters, name), "s", 20, "error", set_aside=aside.add
+            lambda row, name: encode_document(row, characters, name),
+            "s",
+            SourceSpec(""),
+            20,
+            "error",
+            set_aside=aside.add,
         )
         for i, row in enumerate(rows, 1):
             encoder(at(row, i))

@@ -120,7 +120,7 @@ def test_an_error_of_an_encoder_says_where_it_was_raised_and_others_stop_the_run
         def encode(row: Any, name: str) -> list[PackUnit]:
             raise error
 
-        return Encoder(encode, "set", 99, "error", set_aside=lambda bad, counts: aside.append(bad))
+        return Encoder(encode, "set", SourceSpec(""), 99, "error", set_aside=lambda bad, counts: aside.append(bad))
 
     assert broken(KeyError("x"))(at(dict(GOOD))) == []
     assert aside[0].reason.startswith("KeyError: 'x' (test_row_faults.py:")
@@ -259,7 +259,12 @@ def test_any_row_becomes_units_or_is_bad_for_a_reason_of_ours(printable: Tokeniz
 
     kind = "prompt" if recipe == "grpo" else random.choice([kind, kind, kind, *KINDS])
     encoder = Encoder(
-        encode, "set", 999, "truncate", columns=columns, kind=kind, set_aside=lambda bad, counts: aside.append(bad)
+        encode,
+        "set",
+        SourceSpec("", columns=columns, kind=kind),
+        999,
+        "truncate",
+        set_aside=lambda bad, counts: aside.append(bad),
     )
     units = encoder(at(row, columnar=random.random() < 0.5))
     assert bool(units) != bool(aside), "it is trained, or it is said why not"

@@ -17,7 +17,7 @@ from ptf.data import tokenized
 from ptf.data.document import Document, PackUnit
 from ptf.data.partitions import Partitions
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.token_file import RowFile, TokenRows, runs, side_by_side, unit_columns
+from ptf.data.token_file import RowFile, TokenRows, runs, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -39,7 +39,7 @@ def sample(values: list[float], source: str, token_columns: bool) -> Document:
 def stored(rows: list[list[PackUnit]], path: Path, group: int) -> list[TokenRows]:
     file = RowFile(path)
     for at in range(0, len(rows), group):
-        file.write(side_by_side(map(unit_columns, rows[at : at + group])))
+        file.write([*map(unit_columns, rows[at : at + group])])
     file.close()
     table = pq.ParquetFile(path)
     return [TokenRows(table.read_row_group(i)) for i in range(table.num_row_groups)]
@@ -176,7 +176,7 @@ def test_reading_does_not_import_pandas(tmp_path: Path) -> None:
     """pyarrow imports it for its own conversions to numpy, at a second of CPU time a process."""
     file = RowFile(tmp_path / "rows.parquet")
     five = Document(np.arange(5, dtype=np.int32), np.ones(5, np.float32), "a")
-    file.write(side_by_side([unit_columns([(five,)])]))
+    file.write([unit_columns([(five,)])])
     file.close()
     program = (
         "import sys, pyarrow.parquet as pq\n"

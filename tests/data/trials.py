@@ -31,7 +31,7 @@ from ptf.data.order import PartitionSource
 from ptf.data.partitions import Partitions
 from ptf.data.sources import reader
 from ptf.data.sources.rows import SourceSpec
-from ptf.data.token_file import RowFile, side_by_side, unit_columns
+from ptf.data.token_file import RowFile, unit_columns
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan, planned
 from tests.data.peers import Threads, close
@@ -124,9 +124,7 @@ def written(trial: Trial, directory: Path, tokenizer: Tokenizer) -> dict[str, So
             path.mkdir(exist_ok=True)
             file = RowFile(path / "rows.parquet")
             for at in range(0, n, max(1, n // 5)):
-                file.write(
-                    side_by_side(unit_columns(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)])
-                )
+                file.write([unit_columns(encode({"n": k}, name)) for k in numbers[at : at + max(1, n // 5)]])
             file.close()
             storage.commit(path, tokenized.made_by(tokenizer))
         else:

@@ -30,11 +30,8 @@ def test_rounds_have_every_row_up_to_the_limit(monkeypatch, limit, rounds):
         def __len__(self) -> int:
             return 4
 
-        def row(self, i: int) -> int:
-            return self.first + i
-
-    def decoded(row: int, _: str) -> list[Any]:
-        return [(Document(np.full(10, row, np.int32), np.ones(10, np.float32)),)]
+        def row(self, i: int) -> dict[str, Any]:
+            return {"atoms": [(Document(np.full(10, self.first + i, np.int32), np.ones(10, np.float32)),)]}
 
     read = list[int]()
 
@@ -45,7 +42,6 @@ def test_rounds_have_every_row_up_to_the_limit(monkeypatch, limit, rounds):
 
     monkeypatch.setattr(precompute, "ROUND", 3)
     monkeypatch.setattr(precompute, "blocks_once", once)
-    monkeypatch.setattr(precompute.tokenized, "decode", decoded)
     of: Any = object.__new__(precompute._Precomputing)
     of.job = SimpleNamespace(train=SimpleNamespace(micro_batch_sequences=2), data=SimpleNamespace(seq_len=2))
     of.world = SimpleNamespace(data_parallel_size=2)

@@ -12,10 +12,10 @@ from ptf.data.sources.json_values import is_plain, json_value, parsed
 from ptf.errors import UserError
 
 Row = dict[str, Any]
-Tables = Callable[[pa.Table], "Block"]
+Tables = Callable[[pa.Table], "RowBlock"]
 
 
-class Block(Protocol):
+class RowBlock(Protocol):
     """Some rows of a file, which can be sent to another process."""
 
     columnar: ClassVar[bool]  # whether the format writes a null for every key of an object that another row has
@@ -40,7 +40,7 @@ class Block(Protocol):
         """Return row i. Raises UserError where it cannot be parsed."""
         ...
 
-    def part(self, start: int, end: int) -> "Block":
+    def part(self, start: int, end: int) -> "RowBlock":
         """Return the rows from `start` to before `end`; `line` counts as before."""
         ...
 

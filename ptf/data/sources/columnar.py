@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ptf.data.sources.blocks import Block, RowGroup, Tables, local_path, open_bytes
+from ptf.data.sources.blocks import RowBlock, RowGroup, Tables, local_path, open_bytes
 from ptf.data.sources.in_order import InOrder
 from ptf.errors import UserError
 
@@ -29,7 +29,7 @@ class Parquet:
         self._footer = footers[uri] = self._file.metadata
         self.share = 0.0
 
-    def block(self, number: int) -> Block | None:
+    def block(self, number: int) -> RowBlock | None:
         """Return a row group; None after the last."""
         if number >= self._footer.num_row_groups:
             return None

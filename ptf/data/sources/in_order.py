@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ptf.data.sources.blocks import Block, Lines, open_bytes, size_of
+from ptf.data.sources.blocks import Lines, RowBlock, open_bytes, size_of
 
 
 class InOrder:
@@ -35,7 +35,7 @@ class InOrder:
         """Return how much of the file is read, between 0 and 1."""
         return self._file.tell() / max(1, self._size)
 
-    def block(self, number: int) -> Block | None:
+    def block(self, number: int) -> RowBlock | None:
         """Return a block of rows; None after the last."""
         if number < self._next:
             self.close()
@@ -47,7 +47,7 @@ class InOrder:
                 return block
         return None
 
-    def _until(self, end: int) -> Block | None:
+    def _until(self, end: int) -> RowBlock | None:
         """Return the rows that begin before byte `end`."""
         texts, numbers, before = list[bytes](), list[int](), self._lines_before
         while self._at < end and not self._ended:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ptf import storage
-from ptf.data.sources.blocks import Block, RowGroup, Tables
+from ptf.data.sources.blocks import RowBlock, RowGroup, Tables
 from ptf.data.sources.columnar import Parquet, RecordBatches, open_arrow
 from ptf.data.sources.csv_rows import Csv
 from ptf.data.sources.files import resolve_files
@@ -39,19 +39,19 @@ class Reader:
         self.path, self.uris, self._of_table = location, list(files.stamps), of_table or RowGroup
         self.sizes, self.commit, self.not_read = files.sizes, files.commit, files.not_read
         self._remote = files.commit is not None or not storage.is_local(self.uris[0])
-        self._cache: OrderedDict[tuple[int, int], Block | None] = OrderedDict()  # least recently used first
+        self._cache: OrderedDict[tuple[int, int], RowBlock | None] = OrderedDict()  # least recently used first
         self._cached_bytes = 0  # of all cached blocks: with a sum for each block, many small ones cost their square
         # Blocks that some partition still uses, cached or not.
-        self._in_use: weakref.WeakValueDictionary[tuple[int, int], Block] = weakref.WeakValueDictionary()
+        self._in_use: weakref.WeakValueDictionary[tuple[int, int], RowBlock] = weakref.WeakValueDictionary()
         self._columns = columns
         self._footers: dict[str, Any] = {}  # of parquet files that were opened
         self.reads = 0  # number of blocks read from the files
         self._files: OrderedDict[int, DataFile] = OrderedDict()
         self._lengths: dict[tuple[int, int], int] = {}  # rows of every block that was requested, cached or not
         self._reading = threading.Lock()
-        self._ahead: dict[tuple[int, int], Future[Block | None]] = {}  # at most one block that is being fetched
+        self._ahead: dict[tuple[int, int], Future[RowBlock | None]] = {}  # at most one block that is being fetched
 
-    def block(self, file: int, number: int, following: tuple[int, int] | None = None) -> Block | None:
+    def block(self, file: int, number: int, following: tuple[int, int] | None = None) -> RowBlock | None:
         """Return a block; None after the last.
 
         `following` is the (file, block) that will be requested next, by default the next one of the files. Raises
@@ -74,7 +74,7 @@ class Reader:
         self._cache.move_to_end(key)
         return self._cache[key]
 
-    def _fetched(self, key: tuple[int, int], following: tuple[int, int] | None) -> Block | None:
+    def _fetched(self, key: tuple[int, int], following: tuple[int, int] | None) -> RowBlock | None:
         """Return a block of a remote file, and start to fetch the following one."""
         pending = self._ahead.pop(key, None)
         block = self._read(key) if pending is None else pending.result()
@@ -86,14 +86,14 @@ class Reader:
             ).start()
         return block
 
-    def _read_ahead(self, key: tuple[int, int], result: Future[Block | None]) -> None:
+    def _read_ahead(self, key: tuple[int, int], result: Future[RowBlock | None]) -> None:
         """Read a block in a thread and store it, or its error, in `result`."""
         try:
             result.set_result(self._read(key))
         except BaseException as e:  # the error is raised where the block is requested
             result.set_exception(e)
 
-    def _read(self, key: tuple[int, int]) -> Block | None:
+    def _read(self, key: tuple[int, int]) -> RowBlock | None:
         """Read a block, one thread at a time."""
         with self._reading:
             file, number = key

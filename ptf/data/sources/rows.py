@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ptf.data.sources.blocks import Block, Row
+from ptf.data.sources.blocks import Row, RowBlock
 from ptf.data.sources.files import described, resolve_files
 from ptf.data.sources.reader import Reader
 from ptf.errors import UserError
@@ -36,7 +36,7 @@ class SourceSpec:
 class RawRow:
     """A row that has not been parsed yet, and its location."""
 
-    block: Block
+    block: RowBlock
     row: int  # its number in the block
     uri: str
     before: int  # lines of the file before the block
@@ -63,7 +63,7 @@ class RawRow:
 class ReadBlock(NamedTuple):
     """A block as a pass over a source reads it, and how many of its rows count: the first ones."""
 
-    block: Block
+    block: RowBlock
     file: int
     number: int  # of the block in the file
     before: int  # lines of the file before the block

@@ -29,7 +29,7 @@ VALUE_END = re.compile(
 )
 
 
-class _Body(NamedTuple):
+class _TaggedCall(NamedTuple):
     """A name, the arguments, and where the call ends in the text; the name is empty where there is no call."""
 
     name: str
@@ -37,11 +37,11 @@ class _Body(NamedTuple):
     end: int
 
 
-def _body(text: str, start: int) -> _Body:
+def _body(text: str, start: int) -> _TaggedCall:
     """Read the call whose tag ends at `start`."""
     position = read = openers.first(text, MARKS, start)  # `read`: the end of the last complete pair
     if not text.startswith((KEY, END), position):
-        return _Body("", {}, position)
+        return _TaggedCall("", {}, position)
     name, values = text[start:position].strip(), {}
     while text.startswith(KEY, position):
         pair = PAIR.match(text, position)
@@ -50,13 +50,13 @@ def _body(text: str, start: int) -> _Body:
             continue
         end = VALUE_END.search(text, pair.end())
         if end is None:
-            return _Body("", {}, len(text))
+            return _TaggedCall("", {}, len(text))
         value_end = end.start() if end.group() else text.index(END, pair.end())
         values[pair.group(1).strip()] = text[pair.end() : value_end]
         read = value_end + len(end.group())
         position = openers.first(text, MARKS, read)
     cut = position == len(text) and text[read:].strip()
-    return _Body("" if cut or not NAME.fullmatch(name) else name, values, position)
+    return _TaggedCall("" if cut or not NAME.fullmatch(name) else name, values, position)
 
 
 class Glm:

@@ -37,7 +37,7 @@ ENDS = re.compile(rf"{VALUE_END}|(?={OPEN.pattern})")
 ENDS_OF_LINES = re.compile(rf"{VALUE_END}|(?<=\n)(?={OPEN.pattern})")  # where the value is on lines of its own
 
 
-class _Body(NamedTuple):
+class _Parameters(NamedTuple):
     """The parameters of a function, where it ends in the text, and whether the text's end cuts it."""
 
     values: dict[str, str]
@@ -45,7 +45,7 @@ class _Body(NamedTuple):
     cut: bool
 
 
-def _body(text: str, start: int) -> _Body:
+def _body(text: str, start: int) -> _Parameters:
     """Read the parameters of the function whose body begins at `start`."""
     values: dict[str, str] = {}
     while True:
@@ -53,11 +53,11 @@ def _body(text: str, start: int) -> _Body:
         begun = BEGIN.search(text, start, border)
         opened = begun and OPEN.match(text, begun.start())
         if not opened:
-            return _Body(values, border, cut=border == len(text) and bool(text[start:].strip()))
+            return _Parameters(values, border, cut=border == len(text) and bool(text[start:].strip()))
         inside = opened.end()
         end = (ENDS_OF_LINES if text.startswith("\n", inside) else ENDS).search(text, inside)
         if end is None:
-            return _Body(values, len(text), cut=True)
+            return _Parameters(values, len(text), cut=True)
         close = end if end.group() else CLOSE.search(text, inside, end.start())
         value_end = close.start() if close else openers.first(text, BORDERS, inside, end.start())
         values[opened.group(1)] = text[inside:value_end].removeprefix("\n").removesuffix("\n")
@@ -75,7 +75,7 @@ class Qwen3Coder:
             named = NAME.match(text, position)
             if named:
                 whole = named.group(2) == FUNCTION_END
-                body = _Body({}, named.end(), cut=False) if whole else _body(text, named.end())
+                body = _Parameters({}, named.end(), cut=False) if whole else _body(text, named.end())
                 name, position = named.group(1).strip(), body.end
                 if name and not body.cut:
                     calls.append(ToolCall(name, text_arguments(body.values, tools, name)))

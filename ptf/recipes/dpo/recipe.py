@@ -113,7 +113,7 @@ class DPO(Recipe):
     def logprobs(self, model: Model, batch: Batch) -> Tensor:
         """Return the log-probs of the responses' tokens, 0 elsewhere: [B, T]."""
         head_fn = partial(token_logprobs, **sampled_from(batch))
-        return model(batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)[0]
+        return batch.through(model, head_fn)[0]
 
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """Return the log-prob of each response, or its mean over tokens: [documents]."""

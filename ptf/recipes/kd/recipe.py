@@ -66,13 +66,7 @@ class KD(Recipe):
         token_columns = (
             batch.token_columns if self.config.precompute else self.precomputed_columns(model, batch, frozen_models)
         )
-        return model(
-            batch.tokens,
-            batch.positions,
-            batch.segments,
-            partial(self._loss_of_top, batch=batch, token_columns=token_columns),
-            varlen=batch.varlen,
-        )
+        return batch.through(model, partial(self._loss_of_top, batch=batch, token_columns=token_columns))
 
     @property
     def precompute(self) -> bool:
@@ -106,9 +100,7 @@ class KD(Recipe):
                 )
 
             with torch.no_grad():
-                ids, logprobs = frozen_models[name](
-                    batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen
-                )
+                ids, logprobs = batch.through(frozen_models[name], head_fn)
             columns |= {f"{name}_ids": ids, f"{name}_logprobs": logprobs}
         return columns
 
@@ -128,14 +120,11 @@ class KD(Recipe):
         """Run the pass of the first teacher, inside it those of the others, and inside them all the student's."""
         if not names:
             with torch.set_grad_enabled(gradients):
-                return model(
-                    batch.tokens,
-                    batch.positions,
-                    batch.segments,
+                return batch.through(
+                    model,
                     partial(
                         self._loss_of_vocabulary, batch=batch, model=model, outputs=outputs, teachers=frozen_models
                     ),
-                    varlen=batch.varlen,
                 )
         first, *others = names
 
@@ -143,7 +132,7 @@ class KD(Recipe):
             return self._nested_passes(others, model, batch, frozen_models, gradients, (*outputs, (first, x, head)))
 
         with torch.no_grad():
-            return frozen_models[first](batch.tokens, batch.positions, batch.segments, head_fn, varlen=batch.varlen)
+            return batch.through(frozen_models[first], head_fn)
 
     def _loss_of_vocabulary(
         self,

@@ -35,7 +35,7 @@ class Critic(CriticRecipe):
 
     def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the clipped squared error of the values, summed over tokens."""
-        values = model(batch.tokens, batch.positions, batch.segments, values_of, varlen=batch.varlen)  # [B, T]
+        values = batch.through(model, values_of)  # [B, T]
         old, returns = batch.token_columns["values"], batch.token_columns["returns"]
         clipped = old + (values - old).clamp(-self.config.value_clip, self.config.value_clip)
         clipped_error, error = (clipped - returns) ** 2, (values - returns) ** 2
