@@ -13,8 +13,8 @@ from ptf.config.plugin import on_path
 from ptf.data.sources.rows import stamps
 from ptf.errors import UserError
 from ptf.evaluate.gate import unmeasured
+from ptf.model.components import abbreviated
 from ptf.run import JOB, new_run_name, read_job_file, resolved, run
-from ptf.train.components import abbreviated
 from ptf.train.export import MODEL
 from ptf.train.source_specs import specs
 

@@ -1,7 +1,7 @@
 """What computes a model, by the name that `model.backend` gives it: where the code is, and what else knows the model.
 
-To add one, add a module with `build` and `decoder_config` (ptf/model/backends.py) and an entry to `BACKENDS`. The key's
-description (sections/model.py) says what it is for; `make reference` writes its values. It imports no torch.
+To add one, add a module with `build` and `decoder_config` (ptf/model/backends.py) and an entry to `BACKENDS`. The
+key's description (sections/model.py) says what it is for; `make reference` writes its values. It imports no torch.
 """
 
 from dataclasses import dataclass

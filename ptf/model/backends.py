@@ -20,8 +20,9 @@ class Backend(Protocol):
     ) -> Model:
         """Return a model of the right shape on the meta device (without memory).
 
-        `head` is the kind of head; None takes that of the checkpoint. `factory` replaces components and adds adapters.
-        Raise UserError for a model that cannot be trained, and for a replacement or an adapter that matches nothing.
+        `head` is the kind of head; None takes that of the checkpoint. `factory` replaces components and adds
+        adapters. Raise UserError for a model that cannot be trained, and for a replacement or an adapter that matches
+        nothing.
         """
         ...
 

@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 Slices = tuple[slice, ...]
 Read = Callable[[str, Slices], Tensor]  # a slice of the tensor of that name in a checkpoint
@@ -55,12 +56,12 @@ class PaddedRows(Rename):
 
     count: int
 
+    @override
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
-        """Return the shape of each of their tensors."""
         return (self.count, *ours[1:])
 
+    @override
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """Return a slice of our tensor, read from theirs."""
         first, last = (min(row, self.count) for row in (part[0].start, part[0].stop))
         whole = torch.zeros([s.stop - s.start for s in part])
         if first == last:
@@ -72,8 +73,8 @@ class PaddedRows(Rename):
         whole[: last - first] = real
         return whole
 
+    @override
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return their tensors, computed from ours."""
         return [tensors[0][: self.count]]
 
 
@@ -81,16 +82,16 @@ class PaddedRows(Rename):
 class Transpose(Rename):
     """The last two dimensions of their tensor are swapped in ours."""
 
+    @override
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
-        """Return the shape of each of their tensors."""
         return (*ours[:-2], ours[-1], ours[-2])
 
+    @override
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """Return a slice of our tensor, read from theirs."""
         return read(self.other, (*part[:-2], part[-1], part[-2])).transpose(-2, -1)
 
+    @override
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return their tensors, computed from ours."""
         return [tensors[0].transpose(-2, -1)]
 
 
@@ -98,12 +99,12 @@ class Transpose(Rename):
 class Bits(Rename):
     """Ours are the bits of their values in fp32, as integers: no cast of a model's weights changes them."""
 
+    @override
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """Return a slice of our tensor, read from theirs."""
         return read(self.other, part).float().contiguous().view(torch.int32)
 
+    @override
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return their tensors, computed from ours."""
         return [tensors[0].view(torch.float32)]
 
 
@@ -111,20 +112,20 @@ class Bits(Rename):
 class Stack(Rename):
     """One tensor of ours stacks one of theirs for each expert."""
 
+    @override
     def theirs(self, experts: int) -> tuple[str, ...]:
-        """Return their names."""
         return tuple(self.other.replace("{e}", str(e)) for e in range(experts))
 
+    @override
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
-        """Return the shape of each of their tensors."""
         return tuple(ours[1:])
 
+    @override
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """Return a slice of our tensor, read from theirs."""
         return torch.stack([read(name, part[1:]) for name in self.theirs(experts)[part[0]]])
 
+    @override
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return their tensors, computed from ours."""
         return tensors[0].unbind(0)
 
 
@@ -132,13 +133,8 @@ class Stack(Rename):
 class Joined:
     """One tensor of theirs is made of several of ours."""
 
-    names: tuple[str, ...]
+    ours: tuple[str, ...]
     other: str
-
-    @property
-    def ours(self) -> tuple[str, ...]:
-        """Our names."""
-        return self.names
 
     def theirs(self, experts: int) -> tuple[str, ...]:
         """Return their name."""
@@ -146,8 +142,8 @@ class Joined:
 
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
-        names = tuple(name.replace("{i}", str(layer)) for name in self.names)
-        return replace(self, names=names, other=self.other.replace("{i}", str(layer)))
+        ours = tuple(name.replace("{i}", str(layer)) for name in self.ours)
+        return replace(self, ours=ours, other=self.other.replace("{i}", str(layer)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ class Concatenate(Joined):
 
     def sized(self, shapes: Mapping[str, Sequence[int]]) -> Self:
         """Return the mapping of a model in which our tensors have these shapes."""
-        return replace(self, rows=tuple(shapes[name][self.dim] for name in self.names))
+        return replace(self, rows=tuple(shapes[name][self.dim] for name in self.ours))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors."""

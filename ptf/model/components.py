@@ -5,7 +5,7 @@ A tensor that has the name and shape of the one it replaces is loaded and export
 by its unified name, keeps the values that its constructor gave it, and is exported beside the model.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,11 @@ OWN = "own:"
 def file_of(name: str) -> str:
     """Return the file beside the model that holds the own tensor of this name."""
     return next(file for begins, file in FILES.items() if name.startswith(begins))
+
+
+def abbreviated(names: Sequence[str]) -> str:
+    """Return the first four names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 
 def places(c: DecoderConfig) -> list[str]:

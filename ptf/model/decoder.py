@@ -82,7 +82,6 @@ class Decoder(MappedModel):
         self.head = factory.component("head", projection, c, factory, "head")
         if c.tied:
             self.head.weight = self.embed.weight
-        self.vocab_start, self.group = 0, None
 
     def forward(
         self,

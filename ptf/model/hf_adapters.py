@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from ptf.errors import UserError
-from ptf.model.lora import Adapter, Lora, adapter_config, adapters, attach, kinds, merged
+from ptf.model.lora import Adapter, Lora, adapter_config, adapters, attach, kinds
 from ptf.model.peft_format import Pair, PeftFormat, file_name
 from ptf.model.sharded_tensor import fill, whole
 
@@ -46,13 +47,6 @@ class Adapted(nn.Module):
         if not self.adapted:
             return y
         return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module's weight is [in, out] (GPT-2's Conv1D)."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, Conv1D)
 
 
 def adaptable(model: "HFDecoder") -> dict[str, nn.Module]:
@@ -125,9 +119,10 @@ def _refused_by_peft(model: "HFDecoder", path: str) -> bool:
 
 
 def _attach(module: Any, lora: Lora) -> None:
-    """Give a module an adapter with B = 0."""
-    shape = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape
-    module.adapters = {"weight": attach(module, "weight", shape, lora)}
+    """Give a module an adapter with B = 0; the weight of GPT-2's Conv1D is [in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    module.adapters = {"weight": attach(module, "weight", lora, transposed=isinstance(module, Conv1D))}
     module.adapted = True  # False inside `adapters_off`
     module.__class__ = _adapted(type(module))
 
@@ -160,15 +155,6 @@ def uncalled_kinds(model: "HFDecoder", called: Collection[str]) -> list[str]:
     return [kind for kind in kinds(names) if kind not in kinds(called)]
 
 
-def with_adapter(model: "HFDecoder", pairs: dict[str, Adapter], name: str, tensor: Tensor) -> Tensor:
-    """Return a whole tensor of transformers' name, with its adapter merged if it has one."""
-    weight = whole(tensor.detach())
-    if (adapter := pairs.get(PREFIX + name)) is None:
-        return weight
-    a, b = (whole(model.get_parameter(n).detach()) for n in (adapter.a, adapter.b))
-    return merged(weight, a, b, adapter.scale, is_transposed(model.hf.get_submodule(name.rpartition(".")[0])))
-
-
 class HFPeftFormat(PeftFormat):
     """The adapters of a model of transformers in PEFT's format."""
 
@@ -176,29 +162,29 @@ class HFPeftFormat(PeftFormat):
         super().__init__(model)
         self.decoder, self.rank, self.paths = model, self.lora.rank, _paths(self.adapters)
 
+    @override
     def obstacles(self) -> list[str]:
-        """See PeftFormat."""
         refused = [f"{path} (PEFT does not adapt it)" for path in self.paths if _refused_by_peft(self.decoder, path)]
         return refused + [f"{name.removeprefix(PREFIX)} (not an adapter)" for name in self.trained_beside()]
 
+    @override
     def modules(self) -> list[str]:
-        """See PeftFormat."""
         return self.paths
 
+    @override
     def pairs(self) -> Iterator[tuple[str, Pair]]:
-        """See PeftFormat."""
         for path, adapter in zip(self.paths, self.adapters.values(), strict=True):
             a, b = (whole(self.parameters[name].detach()) for name in (adapter.a, adapter.b))
             yield path, (a, b)
 
+    @override
     def copy(self, tensor: Callable[[str], Tensor]) -> None:
-        """See PeftFormat."""
         for path, adapter in zip(self.paths, self.adapters.values(), strict=True):
             for which, name in (("A", adapter.a), ("B", adapter.b)):
                 fill(self.parameters[name], tensor(file_name(path, which)).__getitem__)
 
+    @override
     def projections(self, names: Collection[str]) -> tuple[str, ...]:
-        """See PeftFormat."""
         return tuple(path for path in self.paths if file_name(path, "A") in names)
 
     def config(self, base: str) -> dict[str, Any]:
@@ -214,5 +200,5 @@ class HFPeftFormat(PeftFormat):
 
         adapted, there = leaves(self.paths), leaves(everywhere)
         targets = {leaf if adapted[leaf] == there[leaf] else p for p in self.paths for leaf in [p.rpartition(".")[2]]}
-        transposed = any(is_transposed(self.decoder.hf.get_submodule(path)) for path in self.paths)
+        transposed = any(adapter.transposed for adapter in self.adapters.values())
         return adapter_config(base, self.rank, self.lora.scale, sorted(targets), transposed=transposed)

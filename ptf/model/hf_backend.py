@@ -30,18 +30,27 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from ptf.errors import UserError, first_line, raise_if_custom_code
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
 from ptf.model.head import Head
-from ptf.model.hf_adapters import PREFIX, HFPeftFormat, adapt, described, with_adapter
+from ptf.model.hf_adapters import PREFIX, HFPeftFormat, adapt, described
 from ptf.model.hf_checks import check
 from ptf.model.hf_language_model import Outside, is_multimodal, language_model, multimodal_class, text_config, tied
-from ptf.model.hf_weights import InMemory, fill_from, in_stored_form, parameters_on_meta, renamings, stored_names
+from ptf.model.hf_weights import (
+    Groups,
+    InMemory,
+    assigned,
+    fill_from,
+    in_stored_form,
+    parameters_on_meta,
+    targets_of,
+)
 from ptf.model.kernels.delta_rule import Spans
 from ptf.model.layers import LayerFactory
-from ptf.model.lora import adapter_names, adapters, init_adapters, keyed
+from ptf.model.lora import adapter_names, init_adapters, keyed, merged_weights
 from ptf.model.model import Carried, Model
 from ptf.model.model_files import export_dtype, read_config, stored_dtypes, unties
 from ptf.model.scalar import HF_NAME, Scalar, is_scalar
@@ -69,7 +78,6 @@ class HFDecoder(Model):
         self.config = replace(sizes(hf.config), head=head)
         self.outside = Outside(hf) if is_multimodal(hf.config) else None
         self.factory = factory
-        self.aliases, self.vocab_start, self.group = {}, 0, None  # the head is never sharded over the vocabulary
         self.scale = 1.0  # factor of the logits
         for key, power in SCALES.items():
             if head == "lm" and (factor := getattr(self.text_config, key, None)):
@@ -182,21 +190,21 @@ class HFDecoder(Model):
     def load_balancing_loss(self) -> None:
         """Return None: there is no load-balancing loss."""
 
+    @override
     def hf_tensors(self, source: Path | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See Model."""
         if isinstance(self, FSDPModule):
             self.reshard()
-        values, pairs = self._stored(), adapters(self)
-        yield from in_stored_form(self.hf, values, lambda name: with_adapter(self, pairs, name, values[name]))
+        weight = merged_weights(self)
+        yield from in_stored_form(self.hf, self._stored(), lambda name: weight(PREFIX + name))
 
+    @override
     def hf_names(self) -> set[str]:
-        """See Model."""
         values = self._stored()
         tensors = in_stored_form(self.hf, values, lambda name: torch.empty_like(values[name], device="meta"))
         return {name for name, _ in tensors}
 
+    @override
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """See Model."""
         with self.whole():
             names = self.outside_names
             _, problems = fill_from(self.hf, InMemory(tensors), self._adapter_names(), carried=names)
@@ -207,42 +215,41 @@ class HFDecoder(Model):
         """See Model: those of buffers."""
         return {name for name, _ in self.hf.named_buffers()}
 
+    @override
     def stored_in_fp32(self, directory: Path) -> set[str]:
-        """See Model."""
         wide = {name for name, dtype in stored_dtypes(directory).items() if dtype == torch.float32}
-        return {PREFIX + name for name in self.renamed(wide).values()} if wide else set()
+        return {PREFIX + name for name in self._renamed(wide).values()} if wide else set()
 
+    @override
     def peft(self) -> HFPeftFormat:
-        """See Model."""
         return HFPeftFormat(self)
 
+    @override
     def unstored_names(self) -> set[str]:
-        """See Model."""
         return {PREFIX + HF_NAME} if self.config.head == "scalar" else set()
 
+    @override
     def raise_if_outside(self, key: str, patterns: Sequence[str]) -> None:
-        """See Model."""
         if self.outside is not None:
             self.outside.raise_if_named(key, patterns)
-
-    def config_changes(self) -> dict[str, Any]:
-        """See Model: the name of transformers' class."""
-        return {"architectures": [type(self.hf).__name__]}
 
     def notes(self) -> list[str]:
         """See Model: what has an adapter."""
         return [described(self)] if self.factory.lora else []
 
+    @override
     def raise_if_unfit(self, directory: Path) -> None:
-        """See Model."""
         with Headers(directory) as files:
             fill_from_files(cast("HFDecoder", self.to("meta")), files)
 
-    def renamed(self, names: Collection[str]) -> dict[str, str]:
-        """Return the parameters that tensors of a checkpoint are, by the names there, without what is converted."""
+    def _assigned(self, names: Collection[str]) -> tuple[dict[str, str], Groups]:
+        """Return what becomes of the tensors of a checkpoint with these names, as `hf_weights.assigned` does."""
         with self.whole():
-            found = renamings(self.hf, names, self._adapter_names(), self.outside_names)
-        return {stored: name for name, stored in found.items()}
+            return assigned(self.hf, names, targets_of(self.hf, self._adapter_names()), self.outside_names)[:2]
+
+    def _renamed(self, names: Collection[str]) -> dict[str, str]:
+        """Return the parameters that tensors of a checkpoint are, by the names there, without what is converted."""
+        return {stored: name for name, stored in self._assigned(names)[0].items()}
 
     @property
     def outside_names(self) -> Collection[str]:
@@ -256,8 +263,9 @@ class HFDecoder(Model):
     def carried_names(self, files: TensorFiles) -> set[str]:
         """See Model: those outside the language model, and those that transformers ignores, such as layers that predict
         further tokens."""
-        with self.whole():
-            left = files.names - stored_names(self.hf, files.names, self._adapter_names(), self.outside_names)
+        renamed, groups = self._assigned(files.names)
+        converted = {source for _, sources in groups.values() for source, _ in sources}
+        left = files.names - {*renamed.values()} - converted
         other_heads = HEADS if self.config.head == "scalar" else f".{SCORE}.weight"
         return {name for name in left if not f".{name}".endswith(other_heads)}
 
@@ -311,8 +319,17 @@ class HFDecoder(Model):
                 f"model.tokens: in {self.hf.config.model_type} ids from {self.table_rows} on stand for images and "
                 "sounds, so it has none for new tokens; use its unused tokens"
             )
-        tables = vocabulary_tables(self)
-        return {stored: tables[name] for stored, name in self.renamed(names).items() if name in tables}
+        tables, embed = {}, self.hf.get_input_embeddings()
+        heads = [("head", self.head)] if self.config.head == "lm" else []
+        for which, module in (("embed", embed), *heads):
+            path = next(path for path, m in self.hf.named_modules() if m is module)
+            tables[f"{path}.weight"] = "embed" if module.weight is embed.weight else which
+            if getattr(module, "bias", None) is not None:
+                tables[f"{path}.bias"] = "bias"
+        for path, _ in self.hf.named_modules():
+            if path.endswith(".embed_tokens_per_layer"):
+                tables[f"{path}.weight"] = "embed_per_layer"
+        return {stored: tables[name] for stored, name in self._renamed(names).items() if name in tables}
 
     def _adapter_names(self) -> set[str]:
         return {name.removeprefix(PREFIX) for name in adapter_names(self)}
@@ -471,25 +488,6 @@ def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
     if problems:
         raise UserError(f"model.path: {files.directory} does not fit its config.json:\n  " + "\n  ".join(problems))
     return new
-
-
-def carried_names(directory: Path) -> frozenset[str]:
-    """Return the tensors of a checkpoint that are not trained but kept; see `HFDecoder.carried_names`."""
-    with TensorFiles(directory) as files:
-        return frozenset(build(directory, head="lm").carried_names(files))
-
-
-def vocabulary_tables(model: HFDecoder) -> dict[str, str]:
-    """Return which tensors, by transformers' names, have a row for each token: name → `embed`, `head` or `bias`."""
-    found, embed = {}, model.hf.get_input_embeddings()
-    heads = [("head", model.head)] if model.config.head == "lm" else []
-    for which, module in (("embed", embed), *heads):
-        path = next(path for path, m in model.hf.named_modules() if m is module)
-        found[f"{path}.weight"] = "embed" if module.weight is embed.weight else which
-        if getattr(module, "bias", None) is not None:
-            found[f"{path}.bias"] = "bias"
-    layered = next((p for p, _ in model.hf.named_modules() if p.endswith(".embed_tokens_per_layer")), None)
-    return found | ({f"{layered}.weight": "embed_per_layer"} if layered else {})
 
 
 def _ties(hf: nn.Module) -> list[tuple[str, str]]:

@@ -49,8 +49,8 @@ def fill_from(
     filled and may be missing. Return the names of `lacks` that are missing, and a line for each tensor that is missing,
     unexpected or misshapen.
     """
-    targets = _targets(hf, without)
-    renamed, groups, unexpected = _assigned(hf, stored.names, targets, carried)
+    targets = targets_of(hf, without)
+    renamed, groups, unexpected = assigned(hf, stored.names, targets, carried)
     filled, problems = set[int](), list[str]()
 
     def fill(name: str, shape: tuple[int, ...], source: str, read: Callable[[Slices], Tensor]) -> None:
@@ -102,7 +102,7 @@ def _ignored(hf: Any) -> list[str]:
     ]
 
 
-def _targets(hf: Any, without: Collection[str]) -> dict[str, Tensor]:
+def targets_of(hf: Any, without: Collection[str]) -> dict[str, Tensor]:
     """Return what a checkpoint stores: parameters, and buffers that are part of the model's state."""
     everything = dict(hf.named_parameters(remove_duplicate=False)) | dict(hf.named_buffers(remove_duplicate=False))
     return {name: everything[name] for name in hf.state_dict() if name not in without}
@@ -111,7 +111,7 @@ def _targets(hf: Any, without: Collection[str]) -> dict[str, Tensor]:
 Groups = dict[str, tuple[Any, list[tuple[str, str]]]]  # parameter → converter, (stored name, pattern) of its tensors
 
 
-def _assigned(
+def assigned(
     hf: Any, names: Collection[str], targets: Mapping[str, Tensor], carried: Collection[str]
 ) -> tuple[dict[str, str], Groups, list[str]]:
     """Return the stored name of each parameter that is only renamed, the others' converters, and what has no place; of
@@ -145,18 +145,6 @@ def _assigned(
             groups.setdefault(ours, (deepcopy(by_pattern[pattern]), []))[1].append((name, pattern))
     hf._weight_conversions = [one for one in conversions if one.was_used()]
     return renamed, groups, unexpected
-
-
-def renamings(hf: Any, names: Collection[str], without: Collection[str], carried: Collection[str]) -> dict[str, str]:
-    """Return the stored name of each parameter that is only renamed, but those of `carried`; `names` are those of a
-    checkpoint."""
-    return _assigned(hf, names, _targets(hf, without), carried)[0]
-
-
-def stored_names(hf: Any, names: Collection[str], without: Collection[str], carried: Collection[str]) -> set[str]:
-    """Return which of a checkpoint's `names` become parameters other than those of `carried`."""
-    renamed, groups, _ = _assigned(hf, names, _targets(hf, without), carried)
-    return {*renamed.values(), *(source for _, sources in groups.values() for source, _ in sources)}
 
 
 def in_stored_form(hf: Any, names: Collection[str], value: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:

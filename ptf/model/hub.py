@@ -28,25 +28,20 @@ def fetch(path: str) -> Path:
     Raise UserError where it cannot be had: there is no such model or revision, it may not be read, or the hub cannot be
     reached and the cache is incomplete.
     """
-    get, (id, revision) = _download(path), at_revision(path)
+    id, revision = at_revision(path)
     commit = revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
     obstacle = _obstacle(id, revision, ask=not commit)
-    if (commit or obstacle) and (snapshot := _cached(get)):
+    if (commit or obstacle) and (snapshot := cached(path)):
         if obstacle:
             print(f"model.path: {obstacle}; {path} is taken from the cache: commit {snapshot.name}", flush=True)
         return snapshot
     if obstacle:
         raise UserError(_absent(path, obstacle))
     try:
-        return Path(get())
+        return Path(_download(path)())
     except Exception as error:  # the hub raises a dozen kinds; each means that the model cannot be had
         why = refusal(error, "model", id, revision) or f"{path} could not be fetched: {first_line(error)}"
         raise UserError(f"model.path: {why}") from error
-
-
-def cached(path: str) -> Path | None:
-    """Return the complete snapshot of `path` in the cache, without asking the hub; None if there is none."""
-    return _cached(_download(path))
 
 
 def _download(path: str) -> partial[str]:
@@ -72,15 +67,15 @@ def _obstacle(id: str, revision: str | None, *, ask: bool) -> str:
     return ""
 
 
-def _cached(get: partial[str]) -> Path | None:
-    """Return the cached snapshot if it is complete.
+def cached(path: str) -> Path | None:
+    """Return the complete snapshot of `path` in the cache, without asking the hub; None if there is none.
 
     Whoever filled the cache may have taken fewer files than we want: a config and its weights must be there.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        snapshot = Path(get(local_files_only=True))
+        snapshot = Path(_download(path)(local_files_only=True))
     except LocalEntryNotFoundError as error:
         partly = getattr(error, "snapshot_path", None)
         if partly is None:

@@ -7,8 +7,8 @@ Adapters are decided where a projection is constructed (layers.LayerFactory), an
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -53,16 +53,18 @@ class Adapter:
     a: str
     b: str
     scale: float
+    transposed: bool = False  # the weight is [in, out]
 
 
-def attach(module: nn.Module, weight: str, shape: Sequence[int], lora: Lora) -> Adapter:
-    """Give a weight [.., out, in] of a module an adapter with B = 0; A gets its initial value later
-    (`initial_value`)."""
-    *stacked, out, into = shape
+def attach(module: nn.Module, weight: str, lora: Lora, transposed: bool = False) -> Adapter:
+    """Give a weight [.., out, in] of a module, or a `transposed` one, an adapter with B = 0; A gets its initial value
+    later (`initial_value`)."""
+    shape = getattr(module, weight).shape
+    *stacked, out, into = shape[::-1] if transposed else shape
     stem = "" if weight == "weight" else f"{weight}_"
     module.register_parameter(f"{stem}lora_a", Parameter(torch.zeros(*stacked, lora.rank, into)))
     module.register_parameter(f"{stem}lora_b", Parameter(torch.zeros(*stacked, out, lora.rank)))
-    return Adapter(f"{stem}lora_a", f"{stem}lora_b", lora.scale)
+    return Adapter(f"{stem}lora_a", f"{stem}lora_b", lora.scale, transposed)
 
 
 class Linear(nn.Linear):
@@ -77,7 +79,7 @@ class Linear(nn.Linear):
         super().__init__(d_in, d_out, bias=bias)
         self.kernels = kernels
         self.quantised: dict[str, QuantisedWeight] = {}
-        self.adapters = {} if lora is None else {"weight": attach(self, "weight", self.weight.shape, lora)}
+        self.adapters = {} if lora is None else {"weight": attach(self, "weight", lora)}
         self.adapted = True  # False inside `adapters_off`
 
     def forward(self, input: Tensor) -> Tensor:
@@ -125,18 +127,13 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
     result: dict[str, Adapter] = {}
     for path, module in model.named_modules():
         for weight, adapter in getattr(module, "adapters", {}).items():
-            result[f"{path}.{weight}"] = Adapter(f"{path}.{adapter.a}", f"{path}.{adapter.b}", adapter.scale)
+            result[f"{path}.{weight}"] = replace(adapter, a=f"{path}.{adapter.a}", b=f"{path}.{adapter.b}")
     return result
 
 
 def adapter_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that belong to adapters; no Hugging Face checkpoint has them."""
     return {name for adapter in adapters(model).values() for name in (adapter.a, adapter.b)}
-
-
-def projection_name(weight: str) -> str:
-    """Return the name of a weight that patterns match: `layers.0.attn.q_proj`, `layers.0.moe.experts.gate_proj`."""
-    return weight.removesuffix(".weight")
 
 
 def keyed(seed: int, name: str) -> int:
@@ -170,9 +167,9 @@ def raise_if_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Mod
 
     `all_targets` is the same model with the target `*`, which shows what can be adapted.
     """
-    reached = [projection_name(weight) for weight in adapters(model)]
+    reached = [weight.removesuffix(".weight") for weight in adapters(model)]
     if unused := [pattern for pattern in lora.targets if not any(fnmatchcase(path, pattern) for path in reached)]:
-        adaptable = kinds(projection_name(weight) for weight in adapters(all_targets))
+        adaptable = kinds(weight.removesuffix(".weight") for weight in adapters(all_targets))
         raise UserError(
             f"model.lora.targets: {', '.join(unused)} matches nothing; there is {', '.join(adaptable)} (the head has "
             "no adapter: to train it whole, name it in model.trainable)"
@@ -208,25 +205,16 @@ def adapter_config(
     }
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, transposed: bool = False) -> Tensor:
-    """Return a weight [.., out, in] with its adapter, or one that is [in, out] if it is `transposed`.
-
-    It has the wider dtype of the two: fp32 where the adapter trains, also over a base that is held in bf16.
-    """
-    update = scale * (b.float() @ a.float())
-    update = update.t() if transposed else update
-    return (weight.float() + update).to(torch.promote_types(weight.dtype, a.dtype))
-
-
 def merged_weights(model: nn.Module, original: Callable[[str], Tensor] | None = None) -> Callable[[str], Tensor]:
     """Return a function that gives a whole tensor by unified name, with its adapter merged into it.
 
-    There is never a second copy of the model. Every rank must ask for the same names in the same order, because each
-    gathers its part. A quantised weight is what it is dequantised to, or what `original` returns for its name: the
+    A merged weight has the wider dtype of the two: fp32 where the adapter trains, also over a base that is held in
+    bf16. There is never a second copy of the model. Every rank must ask for the same names in the same order, because
+    each gathers its part. A quantised weight is what it is dequantised to, or what `original` returns for its name: the
     weight that was quantised.
     """
     pairs, quantised = adapters(model), quantised_weights(model)
-    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    tensors = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
     def own_weight(name: str) -> Tensor:
         if (of := quantised.get(name)) is None:
@@ -238,6 +226,9 @@ def merged_weights(model: nn.Module, original: Callable[[str], Tensor] | None = 
     def weight(name: str) -> Tensor:
         if (adapter := pairs.get(name)) is None:
             return own_weight(name)
-        return merged(own_weight(name), whole(tensors[adapter.a]), whole(tensors[adapter.b]), adapter.scale)
+        base, a, b = own_weight(name), whole(tensors[adapter.a]), whole(tensors[adapter.b])
+        update = adapter.scale * (b.float() @ a.float())
+        update = update.t() if adapter.transposed else update
+        return (base.float() + update).to(torch.promote_types(base.dtype, a.dtype))
 
     return weight

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from ptf.errors import UserError
 from ptf.model.checkpoint_mapping import Bits, PaddedRows, Rename, Slices, TensorMapping
 from ptf.model.components import (
     OWN,
+    abbreviated,
     constructor_values,
     file_of,
     fill_buffers,
@@ -41,15 +43,15 @@ class MappedModel(Model):
     family: Family  # that of the checkpoint that it was built for (bridge.build): what its tensors are called there
 
     @property
+    @override
     def aliases(self) -> Mapping[str, str]:  # type: ignore[override]
-        """See Model."""
         return self.family.aliases
 
     def mappings(self) -> list[TensorMapping]:
         """Return the mappings of this model.
 
-        They leave the padding of the vocabulary out of checkpoints, give a scalar head its own name, and have none for
-        own components and adapters.
+        They leave the padding of the vocabulary out of checkpoints, give a scalar head its own name, and have none
+        for own components and adapters.
         """
         without_mappings = {*own_tensors(self), *adapter_names(self)}
         mappings = self.family.mappings_for({n: s for n, s in weight_shapes(self).items() if n not in without_mappings})
@@ -70,17 +72,17 @@ class MappedModel(Model):
         """Return the names in a checkpoint of the tensors of a mapping."""
         return [self.family.prefix + name for name in mapping.theirs(self.config.experts)]
 
+    @override
     def hf_names(self) -> set[str]:
-        """See Model."""
         theirs = {name for mapping in self.mappings() for name in self.names_of(mapping)}
         return theirs | {OWN + name for name in own_tensors(self)}
 
+    @override
     def exact_names(self) -> set[str]:
-        """See Model."""
         return {name for mapping in self.mappings() if isinstance(mapping, Bits) for name in self.names_of(mapping)}
 
+    @override
     def stored_in_fp32(self, directory: Path) -> set[str]:
-        """See Model."""
         wide = {name for name, dtype in stored_dtypes(directory).items() if dtype == torch.float32}
         return {
             ours for mapping in self.mappings() if not wide.isdisjoint(self.names_of(mapping)) for ours in mapping.ours
@@ -123,21 +125,21 @@ class MappedModel(Model):
         """Return a function that reads a slice of a tensor by its name in a mapping."""
         return lambda name, part: files.read(self.family.prefix + name, part)
 
+    @override
     def carried_names(self, files: TensorFiles) -> set[str]:
-        """See Model."""
         config = read_config(files.directory)
         return {name for name in files.names if self.family.carries(name, config)}
 
+    @override
     def raise_if_unfit(self, directory: Path) -> None:
-        """See Model."""
         with Headers(directory, self.aliases) as files:
             self._stored_mappings(files)
 
     def _stored_mappings(self, files: TensorFiles) -> tuple[list[TensorMapping], tuple[str, ...]]:
         """Compare a checkpoint's tensors with the model, by their names and shapes.
 
-        Return the mappings of those that are there, and the unified name of a scalar head that is not. Raise UserError
-        that lists every missing, unexpected or misshapen tensor.
+        Return the mappings of those that are there, and the unified name of a scalar head that is not. Raise
+        UserError that lists every missing, unexpected or misshapen tensor.
         """
         family, hf = self.family, read_config(files.directory)
         ours_shapes = weight_shapes(self)
@@ -220,8 +222,8 @@ class MappedModel(Model):
         values = torch.empty(rows, *parameter.shape[1:]).normal_(0, self.config.init_std, generator=generator)
         fill(parameter, partial(PaddedRows(name, name, rows).read, 0, read=lambda _, part: values[part], experts=0))
 
+    @override
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """See Model."""
         self._fill(self.mappings(), lambda name, part: tensors[self.family.prefix + name][part])
         for name in own_tensors(self):
             fill(self.get_parameter(name), tensors[OWN + name].__getitem__)
@@ -237,8 +239,8 @@ class MappedModel(Model):
                 else:
                     fill_quantised(weight, parameters[weight.codes], parameters[weight.scales], part)
 
+    @override
     def vocabulary_tables(self, names: Collection[str]) -> dict[str, str]:
-        """See Model."""
         tables = ("embed.weight", "head.weight")
         return {
             name: mapping.ours[0].removesuffix(".weight")
@@ -248,8 +250,8 @@ class MappedModel(Model):
             if name in names
         }
 
+    @override
     def peft(self) -> MappedPeftFormat:
-        """See Model."""
         return MappedPeftFormat(self)
 
     def unstored_names(self) -> set[str]:
@@ -263,9 +265,8 @@ class MappedModel(Model):
         if not own:
             return []
         files = ", ".join(sorted({file_of(name) for name in own}))
-        more = f" and {len(own) - 4} more" if own[4:] else ""
         return [
-            f"model: these tensors have no Hugging Face name: {', '.join(own[:4])}{more}. "
+            f"model: these tensors have no Hugging Face name: {abbreviated(own)}. "
             f"Exports hold them in {files} beside model.safetensors. ptf loads both files; transformers and vLLM "
             "load only the latter, so publishing as a plain Hugging Face model is refused if a layer is your own"
         ]

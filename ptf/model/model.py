@@ -1,10 +1,10 @@
-"""What a model that trains offers, ptf's own decoder and those of transformers alike: a forward pass, its tensors in a
-checkpoint, and what a run must know of it. Nothing outside ptf.model and ptf.config asks which of them it is."""
+"""What a model that trains offers, ptf's own decoder and those of transformers alike: a forward pass, its tensors in
+a checkpoint, and what a run must know of it. Nothing outside ptf.model and ptf.config asks which of them it is."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,15 @@ class Model(nn.Module, ABC):
 
     config: DecoderConfig
     factory: LayerFactory  # which made its components and adapters
-    aliases: Mapping[str, str]  # prefixes of names that checkpoints use → the one that ptf writes
+    aliases: Mapping[str, str] = {}  # prefixes of names that checkpoints use → the one that ptf writes
     layers: nn.ModuleList
     head: nn.Module
     kernels: Kernels  # what it computes with
     # under tensor parallelism: this rank's first row of the vocabulary, and the ranks that hold the rest
-    vocab_start: int
-    group: ProcessGroup | None
+    vocab_start: int = 0
+    group: ProcessGroup | None = None
     supports_shared_prefixes: bool  # whether documents of a batch may share a prefix
-    supports_compilation: bool  # whether parts of it can be compiled, and computed by other packages' kernels
+    supports_compilation: bool  # whether attention, and parts of it, may be compiled
     first_layers_stand_alone: bool  # whether its first layers are the model of a config.json with so many
 
     @property
@@ -109,8 +109,8 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def vocabulary_tables(self, names: Collection[str]) -> dict[str, str]:
-        """Return which of a checkpoint's tensors, of these names, have a row for each token, and what each is: `embed`,
-        `head`, `bias` or `embed_per_layer`. Raise UserError for a model that takes no new tokens."""
+        """Return which of a checkpoint's tensors, of these names, have a row for each token, and what each is:
+        `embed`, `head`, `bias` or `embed_per_layer`. Raise UserError for a model that takes no new tokens."""
 
     @abstractmethod
     def peft(self) -> "PeftFormat":
@@ -122,10 +122,6 @@ class Model(nn.Module, ABC):
 
     def raise_if_outside(self, key: str, patterns: Sequence[str]) -> None:
         """Raise UserError naming the patterns of a config's `key` that match only what is kept as it is."""
-
-    def config_changes(self) -> dict[str, Any]:
-        """Return the keys of config.json in which a classifier of this model differs from others of its family."""
-        return {}
 
     @abstractmethod
     def notes(self) -> list[str]:

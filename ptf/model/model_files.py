@@ -1,5 +1,5 @@
-"""The files of a checkpoint directory beside its tensors: where the directory of a model lies, and what its config.json
-says."""
+"""The files of a checkpoint directory beside its tensors: where the directory of a model lies, and what its
+config.json says."""
 
 import json
 import os
@@ -57,8 +57,8 @@ def local_directory(path: str, cache: str | None = None, verify_up_to: float | N
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the config.json of a directory, untied if its tensors are (`unties`). Raise UserError if it is not a JSON
-    object."""
+    """Return the config.json of a directory, untied if its tensors are (`unties`). Raise UserError if it is not a
+    JSON object."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except ValueError:
@@ -74,8 +74,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def unties(directory: Path) -> bool:
-    """Return whether a directory stores a head unlike the embedding that its config.json ties it to, or a default does.
-    It is not tied, as in transformers 5."""
+    """Return whether a directory stores a head unlike the embedding that its config.json ties it to, or a default
+    does. It is not tied, as in transformers 5."""
     return read_config(directory) != json.loads((directory / "config.json").read_text())
 
 

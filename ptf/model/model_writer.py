@@ -36,11 +36,11 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face directory: safetensors, config.json, and the other files of `source`.
 
-    Each tensor gets the dtype that it has in `source`; one that is not there, that of the model. `config` replaces the
-    source's config.json; the tokenizer's files come from the directory `tokenizer` if given; components of the user's
-    own go to files of their own (components.py); `manifest` is written with the SHA-256 of every file; `carried` is
-    what is copied as it is; `files` are texts by name that replace other files. Every rank calls this function; the one
-    that `writes` does. The directory appears only when it is complete.
+    Each tensor gets the dtype that it has in `source`; one that is not there, that of the model. `config` replaces
+    the source's config.json; the tokenizer's files come from the directory `tokenizer` if given; components of the
+    user's own go to files of their own (components.py); `manifest` is written with the SHA-256 of every file; `carried`
+    is what is copied as it is; `files` are texts by name that replace other files. Every rank calls this function;
+    the one that `writes` does. The directory appears only when it is complete.
     """
     dtype, dtypes, hf = export_dtype(source), stored_dtypes(source), read_config(source)
     if not writes:
@@ -75,8 +75,8 @@ def save_hf(
 
 
 def _copy_other_files(source: Path, tokenizer: str | None, directory: Path) -> None:
-    """Copy what lies beside the weights of `source`, and the tokenizer's files from their own directory if given, which
-    then has all chat templates."""
+    """Copy what lies beside the weights of `source`, and the tokenizer's files from their own directory if given,
+    which then has all chat templates."""
     beside: dict[str, Path] = {}
     for place in (source, Path(tokenizer or source)):
         beside = {name: file for name, file in beside.items() if not name.startswith(CHAT_TEMPLATES)}

@@ -134,9 +134,7 @@ class Experts(nn.Module):
         lora = factory.lora
         self.quantised: dict[str, QuantisedWeight] = {}
         self.adapters = {
-            p: attach(self, p, getattr(self, p).shape, lora)
-            for p in (f"{name}_proj" for name in shapes)
-            if lora and lora.adapts(f"{path}.{p}")
+            p: attach(self, p, lora) for p in (f"{name}_proj" for name in shapes) if lora and lora.adapts(f"{path}.{p}")
         }
         self.adapted = True  # False inside `adapters_off`
         for p in (f"{name}_proj" for name in shapes):

@@ -49,7 +49,7 @@ CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.S
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Expected:
     """What transformers computes in one process: the loss, its gradients by name, and the size of the step."""
 
     loss: float
@@ -143,7 +143,7 @@ def _groups(mesh: tuple[int, int]) -> list[slice]:
     return [slice(rank, None, mesh[0]) for rank in range(mesh[0])]
 
 
-def _step(hf: Any, groups: Sequence[slice], rate: float | None = None) -> _Step:
+def _step(hf: Any, groups: Sequence[slice], rate: float | None = None) -> _Expected:
     """Take one step with transformers' model, document by document, and return it; `hf` is changed.
 
     Without a `rate` the step changes no weight by more than `STEP`.
@@ -174,7 +174,7 @@ def _step(hf: Any, groups: Sequence[slice], rate: float | None = None) -> _Step:
         for p in hf.parameters():
             if p.grad is not None:
                 p.sub_(rate * p.grad)
-    return _Step(float(total.detach()), gradients, rate, BALANCE * balanced)
+    return _Expected(float(total.detach()), gradients, rate, BALANCE * balanced)
 
 
 def _rank(
@@ -241,7 +241,9 @@ def _on_rank(
     return {"loss": float(whole / units), "gradients": by_name}
 
 
-def _judged(mesh: str, member: Path, found: Mapping[str, Any], stepped: _Step, after: Any, saved: Path) -> verify.Case:
+def _judged(
+    mesh: str, member: Path, found: Mapping[str, Any], stepped: _Expected, after: Any, saved: Path
+) -> verify.Case:
     """Compare what the ranks found with transformers' step, and the logits of its model of what they saved with those
     of `after`, its model after the step."""
     config = read_config(member)

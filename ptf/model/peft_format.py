@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, Stack, TensorMapping, Transpose
 from ptf.model.components import own_tensors
-from ptf.model.lora import adapter_config, adapter_names, adapters, projection_name
+from ptf.model.lora import adapter_config, adapter_names, adapters
 from ptf.model.quantised_weights import weight_shapes
 from ptf.model.sharded_tensor import fill, whole
 
@@ -120,8 +121,8 @@ class MappedPeftFormat(PeftFormat):
             return name
         return next((n for n in self.adapters if n.startswith(experts + dot)), name)
 
+    @override
     def obstacles(self) -> list[str]:
-        """See PeftFormat."""
         own = {*own_tensors(self.decoder)}
         obstacles = [f"{n} (not an adapter)" for n in self.trained_beside()]
         obstacles += [f"{n} (Hugging Face has no such projection)" for n in self.adapters if n in own]
@@ -141,12 +142,12 @@ class MappedPeftFormat(PeftFormat):
             or (isinstance(mapping, Concatenate) and mapping.dim == 1)
         ]
 
+    @override
     def modules(self) -> list[str]:
-        """See PeftFormat."""
         return self._modules_of(self.mappings)
 
+    @override
     def pairs(self) -> Iterator[tuple[str, Pair]]:
-        """See PeftFormat."""
         for mapping in self.mappings:
             written = self._write(mapping, [self._pair(name) for name in mapping.ours])
             for module, (a, b) in zip(self._modules(mapping), written, strict=True):
@@ -156,8 +157,8 @@ class MappedPeftFormat(PeftFormat):
                     a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
                 yield module, (a, b)
 
+    @override
     def copy(self, tensor: Callable[[str], Tensor]) -> None:
-        """See PeftFormat."""
         for mapping in self.mappings:
             pairs = [self._stored(tensor, module, mapping) for module in self._modules(mapping)]
             for name, (a, b) in zip(mapping.ours, self._read(mapping, pairs), strict=True):
@@ -166,18 +167,18 @@ class MappedPeftFormat(PeftFormat):
                     fill(self.parameters[adapter.a], a[..., : self.lora.rank, :].__getitem__)
                     fill(self.parameters[adapter.b], b[..., : self.lora.rank].__getitem__)
 
+    @override
     def projections(self, names: Collection[str]) -> tuple[str, ...]:
-        """See PeftFormat."""
         return tuple(
-            projection_name(ours)
+            ours.removesuffix(".weight")
             for mapping in self.mappings
             if any(file_name(module, "A") in names for module in self._modules(mapping))
             for ours in mapping.ours
             if ours in self.adapters
         )
 
+    @override
     def config(self, base: str) -> dict[str, Any]:
-        """See PeftFormat."""
         stacked = [mapping for mapping in self.mappings if isinstance(mapping, Transpose | Interleave)]
         parameters = {self.decoder.family.prefix + mapping.other for mapping in stacked}
         targets = self._target_modules(self._modules_of(m for m in self.mappings if m not in stacked))

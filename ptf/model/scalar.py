@@ -14,13 +14,7 @@ from torch import Tensor
 from ptf.errors import UserError
 
 HF_NAME = "score.weight"
-CLASSIFIER, GENERATOR = "ForSequenceClassification", "ForCausalLM"
-UNCLASSIFIED = (
-    "granite",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "qwen3_5_moe_text",
-)  # families of which transformers has no classifier
+CLASSIFIER = "ForSequenceClassification"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +53,12 @@ def as_scalar(config: Mapping[str, Any], pad_id: int) -> dict[str, Any]:
             f"{config['model_type']} is multimodal, and with a scalar head it cannot be written as a transformers "
             "checkpoint; use its text model"
         )
-    if config["model_type"] in UNCLASSIFIED:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+    if config["model_type"] not in CLASSES:
         raise UserError(
             f"transformers has no classifier of {config['model_type']}, so with a scalar head it cannot be written as "
             "a transformers checkpoint; use another model"
         )
-    names = [name.replace(GENERATOR, CLASSIFIER) for name in config.get("architectures") or ()]
     labels = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
-    return {**config, "architectures": names, **labels, "pad_token_id": pad_id}
+    return {**config, "architectures": [CLASSES[config["model_type"]]], **labels, "pad_token_id": pad_id}

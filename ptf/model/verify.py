@@ -54,7 +54,7 @@ ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Deviation:
     """One comparison with the exact result."""
 
     what: str
@@ -70,14 +70,14 @@ class Finding:
         return self.verdict == "pass"
 
 
-def judged(what: str, theirs: float, ours: float, bound: float = MEMBER, least: float = MEMBER_LEAST) -> Finding:
+def judged(what: str, theirs: float, ours: float, bound: float = MEMBER, least: float = MEMBER_LEAST) -> Deviation:
     """Return what is found of two errors: transformers' counts as `least` at least, and up to `bound` it is judged."""
     tolerance = min(FACTOR * max(theirs, least), bound)
     verdict = "cannot judge" if not theirs <= bound else "pass" if ours <= tolerance else "fail"
-    return Finding(what, theirs, ours, tolerance, verdict)
+    return Deviation(what, theirs, ours, tolerance, verdict)
 
 
-def closest(findings: Iterable[Finding]) -> Finding:
+def closest(findings: Iterable[Deviation]) -> Deviation:
     """Return the one that is closest to its tolerance, or beyond it."""
     return max(findings, key=lambda f: (not f.passed, f.ours / f.tolerance))
 
@@ -90,7 +90,7 @@ class Case:
     """
 
     config: dict[str, Any]
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Deviation, ...] = ()
     problems: tuple[str, ...] = ()  # tensors that do not map, or change on the way back
     notes: tuple[str, ...] = ()  # what was drawn again or not compared
     mesh: str = ""  # of two ranks (parallel_parity.py)
@@ -300,7 +300,7 @@ class Reference:
 
     def compare(self, change: Callable[[Decoder], Any] | None = None) -> Case:
         """Compare our decoder, to which `change` is applied after loading (to test that a mistake is caught)."""
-        found: list[Finding] = []
+        found: list[Deviation] = []
         try:
             ours = bridge.load(self.directory, factory=LayerFactory(kernels=TORCH))
             problems = self._coefficients(ours) + (round_trip(ours, self.directory) if change is None else [])
@@ -314,7 +314,7 @@ class Reference:
             problems = str(error).splitlines()
         return Case(self.config, tuple(found), tuple(problems), tuple(self.notes))
 
-    def _findings(self, ours: Decoder) -> Iterator[Finding]:
+    def _findings(self, ours: Decoder) -> Iterator[Deviation]:
         tokens, positions, segments = self.inputs.packed()
         computed, outputs = _record(_modules(ours.layers), lambda: _logits(ours, tokens, positions, segments))
         logits, balance = self._split(computed), ours.load_balancing_loss()
@@ -337,13 +337,13 @@ class Reference:
             # experts compute tokens of all documents together, in as many rows as there are
             least = FACTOR * max(self.errors["random tokens"], LEAST) if ours.config.experts else 0.0
             leak = self._leak(ours, [x.detach() for x in logits])
-            yield Finding("fp32, leak between documents", 0.0, leak, least, "pass" if leak <= least else "fail")
+            yield Deviation("fp32, leak between documents", 0.0, leak, least, "pass" if leak <= least else "fail")
             ours.bfloat16()
             result = _Result(self._split(_logits(ours, tokens, positions, segments)), self._long(ours))
             for name, error in self._errors_bf16(result).items():
                 yield judged(f"bf16, {name}", self.errors_bf16[name], error, float("inf"), LEAST)
 
-    def _judged(self, result: _Result) -> Iterator[Finding]:
+    def _judged(self, result: _Result) -> Iterator[Deviation]:
         for name, error in self._errors(result).items():
             yield judged(f"fp32, {name}", self.errors[name], error, self._bound(name), self.least)
 

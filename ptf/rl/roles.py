@@ -25,6 +25,7 @@ from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.data.document import Document, PackUnit
 from ptf.errors import UserError
+from ptf.model.components import abbreviated
 from ptf.model.lora import adapters_off
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.documents import last_values
@@ -36,7 +37,6 @@ from ptf.rl.weights.streamed import Sender, Streamed, Transfer
 from ptf.rl.weights.verification import LARGEST, MEAN, SAMPLED_TOKENS, SHARE, Buckets, LogprobDifference, Manifest
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_sequences_singly
-from ptf.train.components import abbreviated
 from ptf.train.deterministic import trainer_of
 from ptf.train.export import export
 from ptf.train.load_comparison import compare_with_transformers

@@ -18,11 +18,12 @@ from ptf.config.logprob_limits import LOGPROB_TOLERANCE
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import model_files, rounding, sharded_tensor
+from ptf.model.components import abbreviated
 from ptf.model.lora import whole
 from ptf.model.model import Model
 from ptf.model.peft_format import save
 from ptf.storage.hub import at_revision
-from ptf.train.components import abbreviated, without_adapters
+from ptf.train.components import without_adapters
 from ptf.train.export import probe, probe_of, write_probe
 from ptf.train.trainer import load_model
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from ptf.config import plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
+from ptf.model.components import abbreviated
 from ptf.model.kernels.choice import PLAIN, Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
@@ -26,7 +27,8 @@ def layer_factory_of(spec: ModelConfig, *, adapted: bool = False, kernels: Kerne
     if not adapted:
         return LayerFactory(replace, kernels=kernels)
     form = spec.quantization and partial(_form, spec.quantization, tuple(spec.trainable or ()))
-    return LayerFactory(replace, lora=lora_of(spec), quantised=form, kernels=kernels)
+    lora = spec.lora and Lora(spec.lora.rank, spec.lora.alpha, tuple(spec.lora.targets))
+    return LayerFactory(replace, lora=lora, quantised=form, kernels=kernels)
 
 
 def _form(quantization: str, trained: Sequence[str], name: str) -> str | None:
@@ -42,12 +44,6 @@ def _form(quantization: str, trained: Sequence[str], name: str) -> str | None:
     return quantization if name.startswith("layers.") and held and not trains else None
 
 
-def lora_of(spec: ModelConfig) -> Lora | None:
-    """Return the adapters that are trained, or None without LoRA."""
-    lora = spec.lora
-    return None if lora is None else Lora(lora.rank, lora.alpha, tuple(lora.targets))
-
-
 def without_adapters(spec: ModelConfig) -> ModelConfig:
     """Return the section without adapters, without four-bit weights and without patterns of what trains."""
     return spec.model_copy(update={"lora": None, "trainable": None, "quantization": None})
@@ -59,11 +55,6 @@ def without_head(spec: ModelConfig) -> ModelConfig:
     return spec.model_copy(
         update={"head": None, "replace": {pattern: own for pattern, own in spec.replace.items() if pattern != "head"}}
     )
-
-
-def abbreviated(names: Sequence[str]) -> str:
-    """Return the first four names, and how many more there are."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
 
 
 def report(directory: Path, new: Sequence[str], notes: Sequence[str]) -> None:

@@ -20,10 +20,10 @@ from ptf.data.document import Document
 from ptf.data.tokenizer import Tokenizer
 from ptf.model import model_files, model_writer
 from ptf.model.chunked import sampled_from, token_logprobs
+from ptf.model.components import abbreviated
 from ptf.model.model import Model
 from ptf.model.scalar import Scalar
 from ptf.storage import file_verification
-from ptf.train.components import abbreviated
 from ptf.train.export_settings import classifier_config, generation_files, padding_files
 
 MODEL, PROBE = "model", "probe.json"  # in the run's directory
@@ -84,7 +84,7 @@ def export(model: Model, source: Path, directory: Path, world: World, tokenizer:
     loaded, place, tokens = Tokenizer.load(tokenizer), Path(tokenizer), None
     config, files = model_files.read_config(source), generation_files(source, loaded, place)
     if model.config.head == "scalar":
-        config = classifier_config(source, loaded) | model.config_changes()
+        config = classifier_config(source, loaded)
         pad = config["pad_token_id"]
         tokens = ended_tokens(model, next(iter(loaded.stop_ids), int(not pad)), pad)
         files |= padding_files(place, loaded.hf.convert_ids_to_tokens(pad)) if pad != loaded.hf.pad_token_id else {}

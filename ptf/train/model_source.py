@@ -30,7 +30,7 @@ from ptf.recipes.protocol import FrozenModelSpec
 from ptf.storage import file_verification
 from ptf.train.components import without_adapters, without_head
 from ptf.train.job_tokenizer import is_rendered_otherwise, rendered
-from ptf.train.trainer import load_model, raise_if_unfit
+from ptf.train.trainer import built, load_model
 from ptf.workspace import scratch
 
 FREE = ("max_positions", "init_std", "head", "tied")  # config fields that no forward pass depends on
@@ -88,7 +88,10 @@ class ModelSource:
     def raise_if_unfit(self, head: Literal["lm", "scalar"]) -> Model:
         """Raise the UserError with which `load` would refuse the files; return the model without memory."""
         with _errors_of(self.role):
-            return raise_if_unfit(self.directory, self.section, head)
+            model = built(self.directory, self.section, head)
+            if self.section.init == "pretrained":
+                model.raise_if_unfit(self.directory)
+            return model
 
     def raise_if_other_architecture(self, config: DecoderConfig, trained: DecoderConfig) -> None:
         """Raise UserError if this model's config and that of the model that is trained differ in anything that a

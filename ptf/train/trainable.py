@@ -15,7 +15,7 @@ from torch import nn
 from ptf.errors import UserError
 from ptf.model import model_files
 from ptf.model.hf_adapters import PREFIX as FOREIGN
-from ptf.model.lora import adapter_names
+from ptf.model.lora import adapter_names, kinds
 from ptf.model.model import Model
 from ptf.model.quantised_weights import weight_shapes
 
@@ -32,13 +32,8 @@ def matches(name: str, pattern: str) -> bool:
 def raise_if_unmatched(key: str, patterns: Iterable[str], names: Sequence[str]) -> None:
     """Raise UserError naming every pattern of the config's `key` that matches no parameter."""
     if unused := [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]:
-        kinds = dict.fromkeys(kind(name) for name in names)
-        raise UserError(f"{key}: {', '.join(unused)} matches nothing; there is {', '.join(kinds)}")
-
-
-def kind(name: str) -> str:
-    """Return a parameter's name with `*` in place of numbers."""
-    return ".".join("*" if word.isdigit() else word for word in name.removeprefix(FOREIGN).split("."))
+        there = kinds(name.removeprefix(FOREIGN) for name in names)
+        raise UserError(f"{key}: {', '.join(unused)} matches nothing; there is {', '.join(there)}")
 
 
 def freeze(model: Model, patterns: Sequence[str] | None) -> None:
@@ -48,13 +43,13 @@ def freeze(model: Model, patterns: Sequence[str] | None) -> None:
     checkpoint holds (a head or components of the user's own, a scalar head), which would otherwise keep their random
     values. Raises UserError for a pattern that matches nothing.
     """
-    fixed = {name for name, p in model.named_parameters() if not p.is_floating_point()}  # no gradient trains them
-    names = [name for name in weight_shapes(model) if name not in fixed]
     adapters = adapter_names(model)
-    model.raise_if_outside("model.trainable", patterns or ())
-    raise_if_unmatched("model.trainable", patterns or (), [name for name in names if name not in adapters])
     if patterns is None and not adapters:
         return
+    fixed = {name for name, p in model.named_parameters() if not p.is_floating_point()}  # no gradient trains them
+    names = [name for name in weight_shapes(model) if name not in fixed | adapters]
+    model.raise_if_outside("model.trainable", patterns or ())
+    raise_if_unmatched("model.trainable", patterns or (), names)
     free = adapters | model.unstored_names() if adapters else set()
     for name, parameter in model.named_parameters():
         trains = name in free or any(matches(name, pattern) for pattern in patterns or ())

@@ -40,15 +40,6 @@ def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"], ker
     return model
 
 
-def raise_if_unfit(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"]) -> Model:
-    """Raise the UserError with which `load_model` would refuse a checkpoint, by its config and the headers of its files
-    alone; return the model without memory."""
-    model = built(directory, spec, head)
-    if spec.init == "pretrained":
-        model.raise_if_unfit(directory)
-    return model
-
-
 def load_model(
     directory: Path,
     world: World,

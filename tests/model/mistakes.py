@@ -206,7 +206,7 @@ def _reordered(order: Callable[[tuple[str, ...]], tuple[str, ...]], part: str) -
 
     def change(mapping: TensorMapping) -> TensorMapping:
         if isinstance(mapping, Concatenate) and part in mapping.other:
-            return replace(mapping, names=order(mapping.names))
+            return replace(mapping, ours=order(mapping.ours))
         return mapping
 
     return lambda family: replace(family, mappings=tuple(change(mapping) for mapping in family.mappings))

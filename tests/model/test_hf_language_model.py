@@ -16,7 +16,8 @@ from ptf.errors import UserError
 from ptf.model import hf_backend, model_files, model_writer
 from ptf.model.hf_checks import check
 from ptf.recipes.sft.recipe import SFT
-from ptf.train.trainer import Trainer, load_model, raise_if_unfit
+from ptf.train.model_source import ModelSource
+from ptf.train.trainer import Trainer, load_model
 from tests.model.wrappers import wrapper, wrapper_config
 from tests.recipes.of_keys import of_keys
 from tests.tiny import packed
@@ -30,7 +31,7 @@ TRAIN = TrainConfig(steps=3, lr=1e-2, schedule="constant", weight_decay=0.1, max
 def loaded(directory: Path, **spec: Any) -> Any:
     """Load a model, which `ptf check` takes too."""
     model = ModelConfig(path="-", backend="hf", **spec)
-    raise_if_unfit(directory, model, "lm")
+    ModelSource(model, directory).raise_if_unfit("lm")
     return load_model(directory, World(), model, seed=0, precision="fp32")
 
 
@@ -55,7 +56,7 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 def test_only_the_language_model_trains_and_the_rest_is_exported_as_it_is(model_type, tmp_path):
     source = wrapper(tmp_path / "m", model_type)
     before = load_file(source / "model.safetensors")
-    outside = hf_backend.carried_names(source)
+    outside = {name for name, *_ in hf_backend.build(source, head="lm").carried(source)}
     rounded = {n: t.to(torch.bfloat16) if n in outside and t.is_floating_point() else t for n, t in before.items()}
     save_file(rounded, source / "model.safetensors", metadata={"format": "pt"})  # of another dtype than the text
     model = loaded(source)

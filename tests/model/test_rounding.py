@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ptf.model import verify
 from ptf.model.families import MODULES, family_of
-from ptf.model.parallel_parity import MESHES, _groups, _judged, _Step, _step
+from ptf.model.parallel_parity import MESHES, _Expected, _groups, _judged, _step
 from ptf.model.reference import exact_reference, quiet, random_reference
 from ptf.model.rounding import Double, Margins, difference
 from ptf.model.verify import DRAWS, MEMBER, Case, Reference, _Inputs
@@ -134,8 +134,8 @@ class Stepped:
 
     def judged(
         self,
-        theirs: Callable[[_Step, Any], _Step] = lambda step, after: step,
-        ours: Callable[[_Step, Any], _Step] = lambda step, after: step,
+        theirs: Callable[[_Expected, Any], _Expected] = lambda step, after: step,
+        ours: Callable[[_Expected, Any], _Expected] = lambda step, after: step,
     ) -> Case:
         """Judge `ours`, a change of what was found and saved, beside `theirs`, a change of the reference in fp32."""
         after, saved = copy.deepcopy(self.after), copy.deepcopy(self.after)
@@ -150,17 +150,17 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Stepped:
     return Stepped(tmp_path_factory.mktemp("ranks"))
 
 
-def wrong_gradients(step: _Step, after: Any, error: float) -> _Step:
+def wrong_gradients(step: _Expected, after: Any, error: float) -> _Expected:
     return replace(step, gradients={name: g * (1 + error) for name, g in step.gradients.items()})
 
 
-def wrong_gradient(step: _Step, after: Any, error: float) -> _Step:
+def wrong_gradient(step: _Expected, after: Any, error: float) -> _Expected:
     """One tensor's is wrong."""
     name = max(step.gradients, key=lambda name: float(step.gradients[name].abs().max()))
     return replace(step, gradients=step.gradients | {name: step.gradients[name] * (1 + error)})
 
 
-def missing_contribution(step: _Step, after: Any, error: float) -> _Step:
+def missing_contribution(step: _Expected, after: Any, error: float) -> _Expected:
     """A contribution to one entry of one gradient is missing."""
     name = max(step.gradients, key=lambda name: float(step.gradients[name].abs().max()))
     gradient = step.gradients[name].clone()
@@ -168,11 +168,11 @@ def missing_contribution(step: _Step, after: Any, error: float) -> _Step:
     return replace(step, gradients=step.gradients | {name: gradient})
 
 
-def wrong_loss(step: _Step, after: Any, error: float) -> _Step:
+def wrong_loss(step: _Expected, after: Any, error: float) -> _Expected:
     return replace(step, loss=step.loss * (1 + error))
 
 
-def wrong_weights(step: _Step, after: Any, error: float) -> _Step:
+def wrong_weights(step: _Expected, after: Any, error: float) -> _Expected:
     """The logits of the model after the step are wrong."""
     after.model.norm.weight.data *= 1 + error
     return step

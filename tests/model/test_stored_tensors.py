@@ -20,7 +20,8 @@ from ptf.model.reference import random_reference
 from ptf.model.tensor_files import has_own_head
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.vllm_engine import _model_arguments, expected_names
-from ptf.train.trainer import load_model, raise_if_unfit
+from ptf.train.model_source import ModelSource
+from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
 from tests.tiny import checkpoint, configured, packed, sample
 
@@ -47,7 +48,7 @@ def with_head(directory: Path, changed: float) -> Path:
 def loaded(directory: Path, backend: Backend, **spec: Any):
     """Load a model, which `ptf check` takes too."""
     model = ModelConfig(path="-", backend=backend, **spec)
-    raise_if_unfit(directory, model, "lm")
+    ModelSource(model, directory).raise_if_unfit("lm")
     return load_model(directory, World(), model, seed=0, precision="fp32")
 
 
@@ -176,7 +177,7 @@ def test_layers_that_predict_further_tokens_come_back(model_type, tmp_path):
         after = exported(loaded(source, backend), source, tmp_path / backend)
         assert after.keys() == stored.keys()
         assert all(torch.equal(after[n], stored[n]) and after[n].dtype == stored[n].dtype for n in stored)
-    assert name.format(n=layers) in hf_backend.carried_names(source)
+    assert name.format(n=layers) in {name for name, *_ in hf_backend.build(source, head="lm").carried(source)}
     rewritten(source, {f"model.layers.{layers + 1}.mlp.gate.weight": mtp})
     with pytest.raises(UserError, match=f"unexpected: model.layers.{layers + 1}"):  # control
         loaded(source, "hf")

@@ -147,8 +147,10 @@ def test_a_reward_model_is_transformers_classifier(tmp_path, lora):
 
 def test_a_scalar_head_that_transformers_has_not_is_refused(tmp_path):
     raw = {**preferences(job(tmp_path, "mamba"), tmp_path), "recipe": "rm"}
-    with pytest.raises(UserError, match=r"mamba has no scalar head \(reward models, critics\): transformers has no"):
+    with pytest.raises(UserError, match="transformers has no classifier of mamba"):
         train(raw, "run")
+    with pytest.raises(UserError, match=r"mamba has no scalar head \(reward models, critics\): transformers has no"):
+        hf_backend.build(Path(raw["model"]["path"]), head="scalar")
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
@@ -227,7 +229,7 @@ def test_an_adapter_of_a_language_model_is_loaded_into_the_whole_model(tmp_path)
     assert export_difference(run / "model", probe["tokens"], probe["logprobs"]) < 1e-5
     assert export_difference(tmp_path / "model", probe["tokens"], probe["logprobs"]) > 1e-3  # control: the base
     stored, written = (load_file(d / "model.safetensors") for d in (tmp_path / "model", run / "model"))
-    outside = hf_backend.carried_names(tmp_path / "model")
+    outside = {name for name, *_ in hf_backend.build(tmp_path / "model", head="lm").carried(tmp_path / "model")}
     assert same({n: stored[n] for n in outside}, {n: written[n] for n in outside})
 
 

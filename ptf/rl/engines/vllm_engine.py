@@ -522,7 +522,7 @@ def expected_names(directory: Path) -> ExpectedNames:
     try:
         model = bridge.build(directory, head="lm")
     except UserError:  # a model of transformers (model.backend: hf), whose policy sends what it trains of it
-        carried = hf_backend.carried_names(directory)
+        carried = hf_backend.build(directory, head="lm").carried_names(files)
         return ExpectedNames(stored - carried, stored & carried)
     return ExpectedNames(model.hf_names(), stored)
 
