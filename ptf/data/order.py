@@ -17,7 +17,7 @@ with the numbers (e·R + k) mod P. Over any number of epochs, no partition reads
 """
 
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -33,7 +33,7 @@ from ptf.errors import UserError
 ORDER = 3  # version of the order of rows, stored in states that refer to it
 # blocks whose rows are permuted together, over all partitions; fewer where blocks are large
 OPEN, OPEN_LEAST, OPEN_BYTES = 64, 8, 256 << 20
-BEGIN = 2  # blocks in a partition's first group, so that training begins soon
+BEGIN, FIRST = 2, 64  # blocks in a partition's first group, so that training begins soon, and rows of each of them
 
 
 def raise_if_other_order(state: Mapping[str, Any]) -> None:
@@ -95,6 +95,13 @@ class Pieces(NamedTuple):
     def of(blocks: np.ndarray, first: np.ndarray, end: np.ndarray) -> "Pieces":
         """Return the pieces of some blocks, each given by its first row and its end."""
         return Pieces(np.stack([blocks, first, end], 1), np.cumsum(end - first).tolist())
+
+    def beginning(self, blocks: int) -> "Pieces":
+        """Return the same rows, at most `FIRST` of each of the first blocks before all others."""
+        block, first, end = self.pieces[:blocks].T
+        cut = np.minimum(first + FIRST, end)
+        later = np.stack([block, cut, end], 1)[cut < end]
+        return Pieces.of(*np.concatenate([np.stack([block, first, cut], 1), later, self.pieces[blocks:]]).T)
 
 
 class Ordered:
@@ -227,16 +234,18 @@ class KnownRows(_Partition):
         self._start, self._stride = 0, 1
         if not ordered.by_block:
             self._start, self._stride = (self._partition - epoch * total) % self._partitions, self._partitions
-        self._groups = self._block_groups() if ordered.by_block else []
+        self._groups = self._block_groups() if ordered.by_block else list[int]()
         self._group = range(0)  # the rows of the group that is open
 
     def _block_groups(self) -> list[int]:
         """Return the number of rows up to the end of each group of blocks."""
-        window, ends = self._ordered.window, self._ends
-        most = max(1, -(-self._ordered.open // self._partitions))
-        first = 0  # blocks of a first group that is smaller than the others
+        window, most = self._ordered.window, max(1, -(-self._ordered.open // self._partitions))
+        first = 0  # pieces of a first group that is smaller than the others
         if self._epoch == 0:
-            first = min(len(ends), max(min(BEGIN, most), bisect_left(ends, window) + 1))
+            first = min(BEGIN, most, len(self._ends))
+            if first < len(self._ends):
+                self._pieces, self._ends = Pieces(self._pieces, self._ends).beginning(first)
+        ends = self._ends
         rest = len(ends) - first
         groups = max(1, min(-(-rest // most), (self._rows - ends[first - 1] if first else self._rows) // window))
         last = [first, *(first + rest * (k + 1) // groups for k in range(groups))]
