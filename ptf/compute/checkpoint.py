@@ -104,7 +104,9 @@ def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimi
     state = _tensors(model, weights, moments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=dcp_files.Reader(f"{directory}/{TENSORS}"), no_dist=world.meshes.dense is None)
+        dcp.load(
+            state, storage_reader=dcp_files.TensorReader(f"{directory}/{TENSORS}"), no_dist=world.meshes.dense is None
+        )
         # frozen weights are absent; dcp.load has raised for anything else that is missing
         options = StateDictOptions(strict=False)
         optimizer_state = {**moments, **state["optimizer"]}

@@ -68,7 +68,7 @@ def writer(uri: str) -> tuple[FileSystemWriter, Files]:
     return dcp_writer, files
 
 
-class Reader(FileSystemReader):
+class TensorReader(FileSystemReader):
     """A reader of tensors, from files of the checkpoint's own directory.
 
     Raises Corrupt for an index that names anything else.

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +88,21 @@ class StepLines:
         self.file.close()
 
 
-class TensorBoard:
-    """Event files for TensorBoard, in the run's directory."""
+# what writes the metrics of a step, and what ends it
+Sink = tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]
 
-    def __init__(self, directory: Path, resumed: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed + 1)
+def tensorboard(directory: Path, resumed: int) -> Sink:
+    """Return a sink of event files for TensorBoard, in the run's directory."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step."""
+    writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed + 1)
+
+    def log(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+    return log, writer.close
 
 
 def raise_if_no_login() -> None:
@@ -124,30 +123,25 @@ def raise_if_no_login() -> None:
         )
 
 
-class WandB:
-    """Weights & Biases run; its id is kept in the run's directory, so that a resume continues the same W&B run.
+def weights_and_biases(directory: Path, project: str) -> Sink:
+    """Return a sink of Weights & Biases; the run's id is kept in the run's directory, so that a resume continues it.
 
     The id is made of the run's name and its place, because a project may have runs of one name from several outputs.
     Raises UserError if wandb is not installed, or not logged in.
     """
+    raise_if_no_login()
+    import wandb
 
-    def __init__(self, directory: Path, project: str) -> None:
-        raise_if_no_login()
-        import wandb
+    file, name = directory / "wandb_id", directory.name
+    if not file.is_file():
+        place = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:8]
+        file.write_text(f"{name[:100]}-{place}")
+    run = wandb.init(project=project, id=file.read_text(), name=name, dir=str(directory), resume="allow")
 
-        file, name = directory / "wandb_id", directory.name
-        if not file.is_file():
-            place = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:8]
-            file.write_text(f"{name[:100]}-{place}")
-        self._run = wandb.init(project=project, id=file.read_text(), name=name, dir=str(directory), resume="allow")
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+        run.log(dict(metrics), step=step)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    return log, run.finish
 
 
 class Tracker:
@@ -164,22 +158,23 @@ class Tracker:
         expected: Mapping[str, Any] | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.path = directory / "metrics.jsonl"
-        self.lines = StepLines(self.path, resumed, lease, expected)
+        self.lines = StepLines(directory / "metrics.jsonl", resumed, lease, expected)
         self.steps, self.print_every = steps, track_config.print_every
         self._stack = contextlib.ExitStack()
         self.progress = self._stack.enter_context(progress.phase("steps", steps, "steps", resumed))
         self.begun, self.resumed = time.perf_counter(), resumed
-        self.sinks: list[TensorBoard | WandB] = [TensorBoard(directory, resumed)] if track_config.tensorboard else []
+        self.sinks = [tensorboard(directory, resumed)] if track_config.tensorboard else []
         if track_config.wandb_project:
-            self.sinks.append(WandB(directory, track_config.wandb_project))
+            self.sinks.append(weights_and_biases(directory, track_config.wandb_project))
+        for close in (self.lines.close, *(close for _, close in self.sinks)):
+            self._stack.callback(close)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step, online of a rollout and its optimizer steps; `step` counts from 1."""
         self.lines.add({"step": step, **metrics, "time": time.time()})
         self.progress.done, self.progress.total = step, self.steps
-        for sink in self.sinks:
-            sink.log(step, metrics)
+        for log, _ in self.sinks:
+            log(step, metrics)
         if step % self.print_every == 0 or step in (self.resumed + 1, self.steps):
             rate = (time.perf_counter() - self.begun) / (step - self.resumed)
             left, width = int(rate * (self.steps - step)), len(str(self.steps))
@@ -194,6 +189,3 @@ class Tracker:
     def close(self) -> None:
         """Close the file and the sinks."""
         self._stack.close()
-        self.lines.close()
-        for sink in self.sinks:
-            sink.close()

@@ -119,7 +119,9 @@ def parallelize(
     if mesh is not None and mesh["tensor"].size() > 1:
         if not isinstance(model, Decoder):
             raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
-        cut(model, mesh["tensor"], plan if model.config.head == "lm" else {**plan, **_whole_head(model)})
+        if model.config.head != "lm":  # a scalar head or one of the user's own is not sharded
+            plan = {**plan, **{name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}}
+        cut(model, mesh["tensor"], plan)
     for block in model.layers:
         recompute(block, recomputed)
     if mesh is None or (mesh.size() == 1 and precision == "fp32"):
@@ -148,8 +150,3 @@ def _evenly(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """
     shape = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
     return next((Shard(dim) for dim, size in enumerate(shape) if size % ranks == 0), None)
-
-
-def _whole_head(model: Decoder) -> dict[str, ParallelStyle]:
-    """Return the plan of a scalar head or one of the user's own: it is not sharded."""
-    return {name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}

@@ -9,7 +9,7 @@ them trained; experts get equal shares.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -403,31 +403,26 @@ def _sizes(model: Model, *, eight_bit: bool = False) -> _Sizes:
     def here(p: torch.Tensor) -> int:
         return (p.to_local() if isinstance(p, DTensor) else p).numel()
 
-    def gathered(module: nn.Module, trained: bool) -> int:
-        return sum(_of_group(p) for p in weights_of(module) if p.requires_grad or not trained)
+    def gathered(parameters: Iterable[nn.Parameter], floating: bool = True, trained: bool = False) -> int:
+        kinds = [p for p in parameters if p.is_floating_point() == floating and (p.requires_grad or not trained)]
+        return sum(map(_of_group, kinds))
 
-    def weights_of(module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module.parameters() if p.is_floating_point()]
-
-    def quantised_in(module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module.parameters() if not p.is_floating_point()]
-
-    inside = {id(p) for block in model.layers for p in block.parameters()}
+    blocks = [list(block.parameters()) for block in model.layers]
+    inside = {id(p) for block in blocks for p in block}
     root = [p for p in model.parameters() if id(p) not in inside]
-    parameters = weights_of(model)
-    trained = [p for p in parameters if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     return _Sizes(
-        sum(map(here, parameters)),
+        sum(here(p) for p in model.parameters() if p.is_floating_point()),
         sum(map(here, trained)),
-        max(gathered(b, False) for b in model.layers),
-        max(gathered(b, True) for b in model.layers),
-        sum(map(_of_group, root)),
-        sum(_of_group(p) for p in root if p.requires_grad),
+        max(map(gathered, blocks)),
+        max(gathered(block, trained=True) for block in blocks),
+        gathered(root),
+        gathered(root, trained=True),
         _of_group(getattr(model.head, "_parameters", {}).get("weight")),
         max(map(here, trained), default=0),
         sum(map(moment_bytes, trained)) if eight_bit else 8.0 * sum(map(here, trained)),
-        sum(map(here, quantised_in(model))),
-        max(sum(map(_of_group, quantised_in(b))) for b in model.layers),
+        sum(here(p) for p in model.parameters() if not p.is_floating_point()),
+        max(gathered(block, floating=False) for block in blocks),
         max((weight.shape.numel() for weight in quantised_weights(model).values()), default=0),
     )
 

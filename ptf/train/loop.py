@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -45,11 +45,8 @@ def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
         try:
             with world.clock.phase("loading"):
                 loop = Loop(build(job, world, run, lease))
-            try:
-                with sigterm_stops(run):
-                    loop.fit()
-            finally:
-                loop.close()
+            with closing(loop), sigterm_stops(run):
+                loop.fit()
         except torch.OutOfMemoryError as error:
             raise out_of_memory(job, error) from error
         with world.clock.phase("export"):

@@ -268,12 +268,6 @@ def optimizer_costs(gpu: Gpu, parameters: float, optimizer: str = "adamw") -> Co
     return costs
 
 
-def collective_seconds(gpu: Gpu, ranks: int, parameters: float, trained: float) -> float:
-    """Return the seconds of FSDP's collectives in one pass: weights gathered twice in bf16, gradients scattered in
-    fp32."""
-    return (2 * 2 * parameters + 4 * trained) * (ranks - 1) / ranks / (gpu.link * LINK)
-
-
 def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     """Return the bound of an SFT step of the job on `gpus` GPUs of a kind; `directory` needs only a config.json.
 
@@ -317,7 +311,9 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
         step.add("embedding, backward", bytes_=4.0 * tokens * c.dim + 2.0 * c.padded * c.dim)
     # FSDP, also over one rank: cast and copy weights for each forward and backward pass, gradients into fp32 shards
     step.add("sharding: copies", bytes_=20.0 * parameters + 6.0 * trained + 12.0 * trained / data)
-    exposed = passes * max(0.0, collective_seconds(speeds, data, parameters, trained) - step.total)
+    # its collectives: weights are gathered twice in bf16, gradients scattered in fp32
+    sent = (2 * 2 * parameters + 4 * trained) * (data - 1) / data
+    exposed = passes * max(0.0, sent / (speeds.link * LINK) - step.total)
     whole = Costs(speeds)
     whole.merge(step, passes)
     whole.merge(optimizer_costs(speeds, trained / data, job.train.optimizer))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ptf.compute import tracking
-from ptf.compute.tracking import StepLines, Tracker, WandB, read_metrics
+from ptf.compute.tracking import StepLines, Tracker, read_metrics, weights_and_biases
 from ptf.config.sections.track import TrackConfig
 from ptf.errors import UserError
 from tests.tiny import arithmetic
@@ -45,7 +45,7 @@ def test_weights_and_biases_gets_every_step_and_the_run_name(tmp_path: Path, mon
     assert finished == "finished"
 
     def id_of(directory: Path) -> str:
-        WandB(directory, "a-project")
+        weights_and_biases(directory, "a-project")
         return calls[-1]["id"]
 
     elsewhere = tmp_path / "other" / "a-run"

@@ -98,7 +98,11 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
 
 def train(case: Case) -> Trained:
     """Train the case on this rank; every rank returns the same losses and gradients."""
-    world = World() if case.mesh is None else world_of(MeshSizes(*case.mesh))
+    world = (
+        World()
+        if case.mesh is None
+        else world_of(MeshSizes(replicate=case.mesh[0], shard=case.mesh[1], tensor=case.mesh[2]))
+    )
     quantization: Any = "nf4" if case.packed else None
     spec = ModelConfig(path=case.directory, lora=LORA if case.lora else None, quantization=quantization)
     trainer.parallelize = partial(parallelize, plan={**PLAN, **case.plan})  # type: ignore[assignment]

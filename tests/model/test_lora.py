@@ -344,7 +344,7 @@ EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hid
 def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tensor]:
     """A few steps of training adapters, the last layer's attention and the final norm: the losses,
     and what is exported then."""
-    world = World() if mesh is None else world_of(MeshSizes(*mesh))
+    world = World() if mesh is None else world_of(MeshSizes(replicate=mesh[0], shard=mesh[1], tensor=mesh[2]))
     spec = ModelConfig(path=str(directory), lora=LoraConfig(rank=4, alpha=8), trainable=["norm", "layers.1.attn"])
     model = load_model(directory, world, spec, seed=0, precision="fp32")
     # AdamW would make much of a gradient's rounding

@@ -87,7 +87,7 @@ def gradients(model: Decoder) -> dict[str, Tensor]:
 
 
 def worlds() -> dict[str, World]:
-    return {name: world_of(MeshSizes(n, 2 // n)) for name, n in MESHES.items()}
+    return {name: world_of(MeshSizes(replicate=n, shard=2 // n)) for name, n in MESHES.items()}
 
 
 def held_and_gradients() -> dict[str, tuple[list[int], dict[str, Tensor]]]:

@@ -82,7 +82,7 @@ def test_a_gpu_holds_its_share_of_the_weights(tmp_path, config, gpus, tensor, re
     share = 4 * found.parameters * replicate / gpus
     assert share <= found.memory.weights <= 1.15 * share  # norms and router are whole over the tensor group
     assert found.memory.optimizer == 2 * found.memory.gradients == 2 * found.memory.weights
-    assert found.mesh == MeshSizes(replicate, gpus // tensor // replicate, tensor)
+    assert found.mesh == MeshSizes(replicate=replicate, shard=gpus // tensor // replicate, tensor=tensor)
 
 
 def small_decoder(model_type: str, adapted: bool, kernels: Kernels = PLAIN) -> Decoder:

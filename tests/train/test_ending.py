@@ -47,7 +47,7 @@ def test_sigterm_saves_and_ends_and_the_run_goes_on(raw: dict[str, Any], monkeyp
 
 
 def test_a_file_named_stop_ends_a_run_once(raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = at_step(monkeypatch, 3, lambda tracker: (tracker.path.parent / "stop").touch())
+    asked = at_step(monkeypatch, 3, lambda tracker: (Path(tracker.lines.file.name).parent / "stop").touch())
     with asked, pytest.raises(Stopped, match="stopped after step 4 of 12"):
         train(raw, "a")
     assert steps(train(raw, "a"))[-1] == 12

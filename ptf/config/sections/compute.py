@@ -8,7 +8,7 @@ from pydantic import Field
 from ptf.config.section import Count, Positive, PositiveFloat, Section, changeable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSizes:
     """The number of ranks along each axis of the mesh: rank = (replicate · shards + shard) · tensors + tensor."""
 
@@ -45,7 +45,7 @@ class MeshConfig(Section):
     def sizes(self, workers: int) -> MeshSizes:
         """Divide that many workers, of which none is left over (`ptf.config.rules`)."""
         replicate, tensor = self.replicate, self.tensor_parallel_size
-        return MeshSizes(replicate, workers // (replicate * tensor), tensor)
+        return MeshSizes(replicate=replicate, shard=workers // (replicate * tensor), tensor=tensor)
 
 
 class PoolConfig(Section):
