@@ -193,6 +193,7 @@ def test_a_late_or_dead_worker_is_named_and_close_leaves_no_process(ray_cluster)
 GPUS = """
     import json
     from ptf.compute.ray_session import ray_session
+    from ptf.config.sections.compute import MeshSizes
     from ptf.errors import Lost, UserError
     from ptf.rl.cluster import Pool, RoleSpec
     from ptf.rl.ray_cluster import VerlCluster
