@@ -129,4 +129,12 @@ def _inputs(job: Job, artifact: Artifact, version: str) -> dict[str, Any]:
 
 def _last(job: Job) -> dict[str, Any]:
     place = f"{job.versions}/{LAST}"
-    return storage.read_record(place, "remove it, and the data count as new") if storage.exists(place) else {}
+    if not storage.exists(place):
+        return {}
+    try:
+        return storage.read_record(place, "")
+    except (storage.Corrupt, IsADirectoryError, PermissionError):
+        raise UserError(
+            f"{place} cannot be read, so the data of the last retraining are unknown; remove it, "
+            "and the data count as new"
+        ) from None

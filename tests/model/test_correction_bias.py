@@ -31,7 +31,8 @@ def loaded(directory: Path, **more):
 def test_an_export_is_the_checkpoint_with_its_dtypes(tmp_path, model_type) -> None:
     whole = predicting_checkpoint(tmp_path / "in", model_type)
     model = loaded(tmp_path / "in")
-    model_writer.save_hf(model.hf_tensors(), tmp_path / "in", tmp_path / "out", writes=True)
+    carried = model.carried(tmp_path / "in")
+    model_writer.save_hf(model.hf_tensors(), tmp_path / "in", tmp_path / "out", writes=True, carried=carried)
     back = load_file(tmp_path / "out" / "model.safetensors")
     assert back.keys() == whole.keys()
     assert all(back[n].dtype == whole[n].dtype and torch.equal(back[n], whole[n]) for n in whole)

@@ -13,6 +13,7 @@ from ptf.compute.world import World, joined
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.model import bridge, model_writer
 from ptf.model.lora import adapter_names, adapters, merged_weights, whole
+from ptf.model.model import Model
 from ptf.model.verify import packed
 from ptf.train import model_source, trainer
 from ptf.train.trainer import load_model
@@ -149,8 +150,8 @@ def test_a_model_on_a_gpu_is_compiled_as_the_job_says(tmp_path: Path, monkeypatc
     class Seen(Exception):
         pass
 
-    def noted(*_: Any, compiled: bool, **__: Any) -> None:
-        raise Seen(compiled)
+    def noted(model: Model, *_: Any, **__: Any) -> None:
+        raise Seen(model.kernels.compiled)
 
     monkeypatch.setattr(trainer, "parallelize", noted)
     directory = checkpoint("qwen3", tmp_path)

@@ -132,7 +132,6 @@ def test_a_reward_model_is_transformers_classifier(tmp_path, lora):
     raw = {**preferences(job(tmp_path, "gpt2", lora=lora), tmp_path), "recipe": "rm"}
     run = train(raw, "run")
     rows = read_metrics(run / "metrics.jsonl")
-    assert rows[-1]["loss"] < rows[0]["loss"]
     assert model_difference(loads(yaml.safe_dump(raw)), run, run / "model") < 1e-5
     probe = json.loads((run / "probe.json").read_text())
     scorer = AutoModelForSequenceClassification.from_pretrained(run / "model", dtype=torch.float32).eval()
@@ -142,7 +141,7 @@ def test_a_reward_model_is_transformers_classifier(tmp_path, lora):
     assert float(score) == pytest.approx(np.ravel(probe["values"])[-1], abs=1e-5)
     again = {**raw, "model": {**raw["model"], "path": str(run / "model"), "lora": None}}
     after = read_metrics(train(again, "again", train__steps=1) / "metrics.jsonl")
-    assert after[0]["loss"] < rows[0]["loss"]  # the scalar head was loaded, not drawn
+    assert after[0]["loss"] < rows[0]["loss"]  # of the same batch: it has learned, and the head was loaded, not drawn
 
 
 def test_a_scalar_head_that_transformers_has_not_is_refused(tmp_path):

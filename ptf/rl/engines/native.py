@@ -113,6 +113,10 @@ class NativeEngine:
             if type(error) is not ValueError:
                 raise
             return [Progress(number, *NOTHING, error=error) for number in wanted]
+        if len(generations) != len(batch):
+            raise RuntimeError(
+                f"the rollout engine {self.name} gave {len(generations)} responses to {len(batch)} requests"
+            )
         return [
             Progress(number, one.sampled_ids, one.logprobs, one)
             for number, one in zip(batch, generations, strict=True)
