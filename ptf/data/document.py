@@ -5,6 +5,7 @@ Documents are immutable, so the state of a window of them holds references to th
 cut and joined here and nowhere else.
 """
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -63,6 +64,11 @@ class Document:
             token_columns=token_columns,
         )
 
+    def idle(self) -> "Document":
+        """Return a document of one token that trains nothing, with the columns that this one has."""
+        token_columns = {name: np.zeros((1, *v.shape[1:]), v.dtype) for name, v in self.token_columns.items()}
+        return Document(np.zeros(1, np.int32), np.zeros(1, np.float32), token_columns=token_columns)
+
 
 PackUnit = tuple[Document, ...]
 
@@ -77,3 +83,11 @@ def length(unit: PackUnit) -> int:
 def rows_of_unit(unit: PackUnit) -> float:
     """Return the rows of its source that a pack unit stands for."""
     return unit[0].place.rows
+
+
+def checksum(unit: PackUnit) -> int:
+    """Return the CRC-32 of a unit's tokens."""
+    crc = 0
+    for document in unit:
+        crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
+    return crc

@@ -4,15 +4,12 @@ A unit that waits in a partition's windows is identified by the place that it wa
 the process that continues from the state reads the units again.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from ptf.data.baskets import reorder_baskets
-from ptf.data.document import PackUnit, Place
+from ptf.data.document import PackUnit, Place, checksum
 from ptf.data.encode import Encoder
 from ptf.data.order import PartitionSource
 from ptf.data.sources.rows import RawRow
@@ -111,11 +108,3 @@ class Encoded:
         places = [Place(*place) for place in state["pending"]]
         again = self.read_again(places)
         self._pending = [again[place] for place in places]
-
-
-def checksum(unit: PackUnit) -> int:
-    """Return the CRC-32 of a unit's tokens."""
-    crc = 0
-    for document in unit:
-        crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
-    return crc

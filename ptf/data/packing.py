@@ -9,7 +9,6 @@ eighth of a sequence is filled by two or three units at once (`_first_of_last`),
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
@@ -128,8 +127,7 @@ def _first_of_last(fits: int, mirror: int, room: int, ages: Mapping[int, Sequenc
 def idle(sequences: Sequence[Sequence[PackUnit]]) -> PackUnit:
     """Return a unit of one token that trains nothing, with the columns that the other samples have."""
     nothing = Document(np.zeros(0, np.int32), np.zeros(0, np.float32))
-    like = sequences[0][0][0].take(slice(0)) if sequences and sequences[0] else nothing
-    return (replace(like.after(np.zeros(1, np.int32)), source="", prefix_length=0),)
+    return ((sequences[0][0][0] if sequences and sequences[0] else nothing).idle(),)
 
 
 def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:

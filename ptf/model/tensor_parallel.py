@@ -216,6 +216,7 @@ def _fill_up(model: Decoder, group: ProcessGroup) -> None:
         head_fn: Callable[..., Any],
         attend: Any = None,
         varlen: Varlen | None = None,
+        **inputs: Any,
     ) -> Any:
         length = tokens.shape[1]
         assert attend is None, "generation is not tensor-parallel"
@@ -223,6 +224,7 @@ def _fill_up(model: Decoder, group: ProcessGroup) -> None:
             *fill_up(tokens, positions, segments, group.size()),
             lambda x, head: head_fn(x[:, :length], head),
             varlen=varlen if length % group.size() == 0 else None,
+            **inputs,
         )
 
     model.forward = forward

@@ -76,8 +76,7 @@ def per_token(
     for sequences, batch in packed_batches(
         samples, world, seq_len=seq_len, micro_batch_sequences=micro_batch_sequences, pack=packer_of(model)
     ):
-        of_batch = functools.partial(head_fn, batch)
-        found = model(batch.tokens, batch.positions, batch.segments, of_batch, varlen=batch.varlen)  # [B, T]
+        found = batch.through(model, functools.partial(head_fn, batch))  # [B, T]
         for sequence, line in zip(sequences, found.cpu().numpy(), strict=False):
             at = 0
             for sample in itertools.chain.from_iterable(sequence):
