@@ -1,4 +1,4 @@
-"""EncodedRows rows as parquet: data are tokenized once, and train as if they were tokenized during training.
+"""Encoded rows as parquet: data are tokenized once, and train as if they were tokenized during training.
 
 One row of parquet is one row of the source with its pack units (none where the row was dropped or bad),
 so an epoch has the same samples (in the order of its own blocks). ptf/data/token_file.py defines how a row is stored.

@@ -108,10 +108,11 @@ class ClippedPolicy(Recipe):
         """Return whether the derivative of the loss with respect to each log-prob is known before the forward pass.
 
         It is − advantage × coefficient in the only optimizer step from these rollouts, where every ratio is 1, if the
-        loss has no TIS, entropy bonus or KL term.
+        loss has no TIS, entropy bonus or KL term. Of a subclass with `policy_losses` of its own it is not known.
         """
         return not (
             "old_logprobs" in batch.token_columns
+            or type(self).policy_losses is not ClippedPolicy.policy_losses
             or self.tis_cap is not None
             or self.config.entropy_coef
             or self.kl_weight

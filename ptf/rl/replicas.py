@@ -5,6 +5,7 @@ Results that arrived from a replica before it was lost are kept. Its replacement
 weights) and then computes the missing results.
 """
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -68,8 +69,9 @@ class Replicas:
         )
         if dispatch == "replayed_broadcast":
             # after the call, not before: a replica that replaces one that fails in this call gets the arguments of the
-            # previous call first, and then this call
-            self.replayed[method] = shared
+            # previous call first, and then this call. What was called after the previous call was meant for its weights
+            before = itertools.takewhile(lambda each: each != method, list(self.replayed))
+            self.replayed = {each: self.replayed[each] for each in before} | {method: shared}
         if method in ("offload", "onload"):
             self.offloaded = method == "offload"
         return joined_results(dispatch, results)

@@ -159,15 +159,19 @@ class _Precomputing:
             reader = tokenized.reader(source.path, self.tokenizer, self.job.verify_bytes)
             rows_file = contextlib.closing(RowFile(part / "rows.parquet")) if part else contextlib.nullcontext()
             with rows_file as file, progress.phase(f"precompute {name}", 100, "% of the files") as phase:
-                group: list[dict[str, Any]] = []  # columns of each row
+                group, size = list[dict[str, Any]](), 0  # columns of each row, and their bytes
                 for rows, ends in self._rounds(reader, source.limit):
                     computed_rows = self.compute(rows)
-                    if file is not None:
-                        group += map(unit_columns, computed_rows)
-                        if ends or sum(map(_nbytes, group)) > GROUP_BYTES:
-                            file.write(group)
-                            group = []
                     phase.done = 100 * reader.share
+                    if file is None:
+                        continue
+                    # where a group ends depends on the rows alone, not on the rounds: by it the blocks are ordered
+                    for i, row in enumerate(computed_rows, 1):
+                        group.append(unit_columns(row))
+                        size += _nbytes(group[-1])
+                        if size > GROUP_BYTES or (ends and i == len(computed_rows)):
+                            file.write(group)
+                            group, size = [], 0
             if part:
                 made_by = tokenized.made_by(self.tokenizer)
                 storage.commit(part, {**made_by, "config": directory.rpartition("-")[2], "source": name})

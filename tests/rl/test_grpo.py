@@ -111,6 +111,24 @@ class NotForeseen(GRPO):
         return False
 
 
+class Halved(GRPO):
+    """A user's surrogate, which ptf has to call."""
+
+    def policy_losses(self, ratio, clipped, advantages, logprobs):
+        return super().policy_losses(ratio, clipped, advantages, logprobs) / 2
+
+
+def test_a_surrogate_of_a_subclass_is_called_in_the_only_step_too(tmp_path):
+    model = bridge.load(checkpoint(tmp_path / "m"))
+    sampled = [tuple(dataclasses.replace(t, token_columns={}) for t in g) for g in groups()]
+    recipe = of_keys(GRPO)
+    batch = Batch.of(pack_all(recipe.compute_advantages(sampled), 40), 40)
+    whole = float(recipe.loss(model, batch, {})[0].detach())
+    halved = float(Halved(recipe.config, recipe.context).loss(model, batch, {})[0].detach())
+    assert halved == pytest.approx(whole / 2, rel=1e-5)
+    assert abs(whole) > 1e-3, "the control: they differ"
+
+
 def test_answers_without_a_result_enter_no_advantage():
     ok = [trajectory(i, Reward(float(i % 2))) for i in range(4)]
     failed = trajectory(9, NoResult("the reward crashed"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -31,6 +31,7 @@ from ptf.rl.cluster import (
 from ptf.rl.ray_cluster import VerlCluster
 from ptf.rl.replicas import Replicas, by_cost
 from ptf.rl.sampler import Sampler
+from ptf.rl.weights.verification import SyncError
 
 
 @given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 6))
@@ -227,6 +228,48 @@ def test_in_this_process_the_results_come_in_order_too(tmp_path):
     local = LocalCluster(World(), [Pool("all", frozenset({"workers"}), (1,))]).start(RoleSpec(*SPEC, str(tmp_path)))
     assert local.call("load", 3) == 3
     assert local.call("squares", ITEMS, "nothing") == [(i * i, 3) for i in ITEMS]
+
+
+class Engine:
+    """Has weights of a version, which must be what a canary was computed with."""
+
+    version = 0
+
+    def close(self) -> None: ...
+
+    @replayed_broadcast
+    def load(self, version: int) -> None:
+        self.version = version
+
+    @replayed_broadcast
+    def canary(self, version: int) -> None:
+        if self.version != version:
+            raise SyncError(f"the canary is of {version}, the weights are of {self.version}")
+
+
+def test_one_that_dies_at_a_canary_gets_the_weights_and_not_the_canary_of_those_before(monkeypatch):
+    monkeypatch.setattr("ptf.rl.replicas.put", lambda value: value)  # without Ray
+    replicas: Any = Replicas.__new__(Replicas)
+    lost = iter([False, False, False, True, False, False])
+
+    def start(i: int) -> None:
+        replicas.gangs[i] = Engine()
+
+    def ask(gang: Any, method: str, shared: tuple = ()) -> None:
+        if next(lost, False):
+            raise RuntimeError("the engine died")
+        getattr(gang, method)(*shared)
+
+    replicas.gangs, replicas.threads, replicas.count = [SimpleNamespace(close=lambda: None)], ThreadPoolExecutor(1), 1
+    replicas.spec, replicas.closed, replicas.restarts = SimpleNamespace(cls=Engine, name="engines"), False, 1
+    replicas.replayed, replicas.offloaded, replicas.irreplaceable = {}, False, False
+    replicas._start, replicas._ask, replicas._name = start, ask, lambda i: "engine"
+    start(0)
+    for version in (1, 2):
+        replicas.call("load", version)
+        replicas.call("canary", version)
+    assert replicas.gangs[0].version == 2
+    assert not next(lost, False), "the engine died, and its successor was asked"
 
 
 def test_what_fails_after_the_end_has_no_successor():

@@ -10,6 +10,37 @@ from ptf.data.document import Document
 from ptf.train import precompute
 
 
+def test_row_groups_end_where_the_rows_say_whatever_the_number_of_workers(monkeypatch, tmp_path):
+    """Blocks are permuted, so where they end is part of the order of the data."""
+    block = [[(Document(np.full(n, 7, np.int32), np.ones(n, np.float32)),)] for n in range(1, 41)]
+    written: list[int] = []
+
+    class File:
+        def write(self, group: list[Any]) -> None:
+            written.append(len(group))
+
+        def close(self) -> None: ...
+
+    of: Any = object.__new__(precompute._Precomputing)
+    of.job = SimpleNamespace(verify_bytes=None)
+    of.world = SimpleNamespace(leads=True, barrier=lambda: None)
+    of.tokenizer, of.compute = None, lambda rows: rows
+    monkeypatch.setattr(precompute, "GROUP_BYTES", 500)
+    monkeypatch.setattr(precompute, "RowFile", lambda _: File())
+    monkeypatch.setattr(precompute.tokenized, "reader", lambda *_: SimpleNamespace(share=1.0))
+    monkeypatch.setattr(precompute.tokenized, "made_by", lambda _: {})
+    found = []
+    for workers in (2, 7):
+        rounds = [(block[i : i + workers], i + workers >= len(block)) for i in range(0, len(block), workers)]
+        of._rounds = lambda *_, rounds=rounds: rounds
+        of.write("a", SimpleNamespace(path="x", limit=None), str(tmp_path / f"out-{workers}"))
+        found.append(written.copy())
+        written.clear()
+    assert found[0] == found[1]
+    assert sum(found[0]) == len(block)
+    assert len(found[0]) > 5
+
+
 @pytest.mark.parametrize(
     ("limit", "rounds"),
     [

@@ -48,5 +48,8 @@ class DPOConfig(AlgoConfig):
             f"algo.label_smoothing belongs to algo.loss_type: sigmoid, not to {self.loss_type}": (
                 self.loss_type != "sigmoid" and self.label_smoothing
             ),
+            f"algo.gamma belongs to algo.loss_type: simpo, not to {self.loss_type}": (
+                self.loss_type != "simpo" and self.gamma != DPOConfig.model_fields["gamma"].default
+            ),
             **precomputed_rules(job, self.precompute),
         }

@@ -94,7 +94,7 @@ class HarnessRollout:
         if not policy.calls and not isinstance(outcome, NoResult):
             refused = f"; its last request was refused: {session.refused}" if session.refused else ""
             outcome = NoResult(f"the harness received no response from the policy{refused}")
-        return policy.trajectory(outcome, text=result, counts=session.counts)
+        return session.trajectory(outcome, result)
 
     @staticmethod
     async def _call(what: Plugin, row: Mapping[str, Any], *task: Any) -> float | None:

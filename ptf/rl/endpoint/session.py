@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ptf.data.tool_calls import Format
+from ptf.data.trajectory import NoResult, Trajectory
 from ptf.errors import UserError
 from ptf.rl.endpoint.chat import ChatRequest
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest
@@ -47,6 +48,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         self.closed = self.ended = False  # no more requests; and no more changes
         self.reward: float | None = None
+        self.is_full = False  # whether the last new request had no room for a response
         self.refused = ""  # why the last request that would be a new one was refused
 
     def exchange(self, request: HttpRequest, chat: ChatRequest) -> Exchange:
@@ -100,9 +102,9 @@ class Session:
                 "too_many_responses",
             )
         try:
-            context = self.policy.context(chat.messages, chat.tools, chat.template_arguments)
+            context, self.is_full = self.policy.context(chat.messages, chat.tools, chat.template_arguments), False
         except NoRoom:
-            context = None
+            context, self.is_full = None, True
         except UserError as error:
             raise HttpError(400, str(error), "invalid_messages") from None
         except RecursionError:
@@ -112,6 +114,11 @@ class Session:
         self.counts["generations"] += chat.n
         self.counts["sampling_overridden"] += any(own.get(name) != value for name, value in chat.sampling.items())
         return Exchange(next(self.numbers), chat, context, self.policy, self.form, trained=model == MODELS[0])
+
+    def trajectory(self, outcome: float | NoResult | None, text: str | None = None) -> Trajectory:
+        """Return the episode. One whose last request had no room for a response did not end by itself."""
+        complete = False if self.is_full else None
+        return self.policy.trajectory(outcome, text=text, complete=complete, counts=self.counts)
 
     def deliver(self, exchange: Exchange) -> None:
         """Note that a response reaches a client: it is context of what follows, and trained.

@@ -89,7 +89,7 @@ class Served:
             self.error = error
             raise
         await self.session.close()
-        return policy.trajectory(1.0, counts=self.session.counts)
+        return self.session.trajectory(1.0)
 
     def client(self, **options: Any) -> Any:
         from openai import AsyncOpenAI

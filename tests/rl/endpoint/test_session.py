@@ -261,6 +261,17 @@ def test_no_room_is_a_length(tokenizer):
     assert t.generations == ()
 
 
+@pytest.mark.parametrize(("asked", "complete"), [([3], True), ([3, 400], False), ([3, 400, 3], True)])
+def test_an_episode_whose_last_request_has_no_room_is_not_complete(tokenizer, asked, complete):
+    async def agent(served):
+        for words in asked:
+            await served.client().chat.completions.create(model="policy", messages=[user("word " * words)])
+
+    _, t = played(agent, Scripted(tokenizer), tokenizer, length=300)
+    assert t.complete is complete
+    assert len(t.generations) == asked.count(3)
+
+
 def test_an_engine_that_fails_ends_the_step_and_not_the_episode(tokenizer):
     async def agent(served):
         with pytest.raises(openai.InternalServerError):
