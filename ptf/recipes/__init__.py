@@ -1,1 +1,1 @@
-"""The training algorithms, one package each. `registry` lists them; `protocol` defines what a recipe provides."""
+"""The training algorithms, one package each. `ptf.config.recipes` lists them, `protocol` defines what they provide."""
