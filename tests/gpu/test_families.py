@@ -94,7 +94,6 @@ def test_what_a_sharded_model_holds_is_offloaded_and_restored_to_the_bit(models,
         before = [t.to_local().clone() if isinstance(t, DTensor) else t.clone() for t in held]
         offloaded = OffloadedTensors(None)
         offloaded.offload(held)
-        assert offloaded.bytes >= sum(t.nbytes for t in before)
         assert all((t.to_local() if isinstance(t, DTensor) else t).untyped_storage().nbytes() == 0 for t in held)
         offloaded.restore()
         after = [t.to_local() if isinstance(t, DTensor) else t for t in held]
