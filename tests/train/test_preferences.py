@@ -276,6 +276,10 @@ def test_a_pair_that_does_not_fit_a_row_is_refused(tmp_path):
             r"algo\.label_smoothing +belongs to algo\.loss_type: sigmoid",
         ),
         (
+            {"recipe": "dpo", "algo": {"gamma": 0.3}},
+            r"algo\.gamma +belongs to algo\.loss_type: simpo, not to sigmoid",
+        ),
+        (
             {"recipe": "rm", "algo": {"loss_type": "binary", "margin": True}},
             r"algo\.margin +belongs to algo\.loss_type: pair, not to binary",
         ),
