@@ -7,7 +7,7 @@ stacked in one parameter are no modules, and get none.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ptf.errors import UserError
+from ptf.model.checkpoint_mapping import Rename
 from ptf.model.lora import Adapter, Lora, adapter_config, adapters, attach, kinds
-from ptf.model.peft_format import Pair, PeftFormat, file_name
-from ptf.model.sharded_tensor import fill, whole
+from ptf.model.peft_format import PeftFormat
 
 if TYPE_CHECKING:
     from ptf.model.hf_backend import HFDecoder
@@ -159,8 +159,8 @@ class HFPeftFormat(PeftFormat):
     """The adapters of a model of transformers in PEFT's format."""
 
     def __init__(self, model: "HFDecoder") -> None:
-        super().__init__(model)
-        self.decoder, self.rank, self.paths = model, self.lora.rank, _paths(self.adapters)
+        super().__init__(model, [Rename(weight, weight.removeprefix(PREFIX)) for weight in adapters(model)])
+        self.decoder, self.paths = model, _paths(self.adapters)
 
     @override
     def obstacles(self) -> list[str]:
@@ -168,24 +168,8 @@ class HFPeftFormat(PeftFormat):
         return refused + [f"{name.removeprefix(PREFIX)} (not an adapter)" for name in self.trained_beside()]
 
     @override
-    def modules(self) -> list[str]:
-        return self.paths
-
-    @override
-    def pairs(self) -> Iterator[tuple[str, Pair]]:
-        for path, adapter in zip(self.paths, self.adapters.values(), strict=True):
-            a, b = (whole(self.parameters[name].detach()) for name in (adapter.a, adapter.b))
-            yield path, (a, b)
-
-    @override
-    def copy(self, tensor: Callable[[str], Tensor]) -> None:
-        for path, adapter in zip(self.paths, self.adapters.values(), strict=True):
-            for which, name in (("A", adapter.a), ("B", adapter.b)):
-                fill(self.parameters[name], tensor(file_name(path, which)).__getitem__)
-
-    @override
     def projections(self, names: Collection[str]) -> tuple[str, ...]:
-        return tuple(path for path in self.paths if file_name(path, "A") in names)
+        return tuple(path.removeprefix(PREFIX) for path in super().projections(names))
 
     def config(self, base: str) -> dict[str, Any]:
         """See PeftFormat.
@@ -194,11 +178,7 @@ class HFPeftFormat(PeftFormat):
         """
         with self.decoder.whole():
             everywhere = [path for path, m in self.decoder.hf.named_modules() if hasattr(m, "weight")]
-
-        def leaves(names: Collection[str]) -> Counter[str]:
-            return Counter(name.rpartition(".")[2] for name in names)
-
-        adapted, there = leaves(self.paths), leaves(everywhere)
+        adapted, there = (Counter(path.rpartition(".")[2] for path in paths) for paths in (self.paths, everywhere))
         targets = {leaf if adapted[leaf] == there[leaf] else p for p in self.paths for leaf in [p.rpartition(".")[2]]}
         transposed = any(adapter.transposed for adapter in self.adapters.values())
         return adapter_config(base, self.rank, self.lora.scale, sorted(targets), transposed=transposed)
