@@ -253,5 +253,4 @@ def token_logprobs(
     """
     selected = trained_positions(weights) if selected is None else selected
     work = partial(_workspace, targets=targets, selected=selected, processing=processing, trie_states=trie_states)
-    values = _TokenLogprobs.apply(rows(x, selected), head.weight, head.bias, head, work)
-    return scatter(selected, weights, values)
+    return scatter(selected, weights, _TokenLogprobs.apply(rows(x, selected), head.weight, head.bias, head, work))

@@ -28,7 +28,6 @@ from ptf.model.head import Head
 from ptf.model.loss_workspace import FLOOR, LossWorkspace, Tiles, columns_of, summed
 from ptf.model.sampling import LogitsProcessing
 
-Form = Literal["forward", "reverse", "js"]
 # tensors as large as a chunk's logits, with a teacher's whole distribution: log-probs and probabilities of both, and
 # the student's gradient in bf16
 BUFFERS = 5
@@ -38,7 +37,7 @@ BUFFERS = 5
 class Divergence:
     """Which divergence D, and the temperature of the distributions that it compares; 0 < beta < 1."""
 
-    form: Form = "forward"
+    form: Literal["forward", "reverse", "js"] = "forward"
     beta: float = 0.5
     temperature: float = 1.0
 
@@ -96,7 +95,6 @@ class _Top:
         self.logprobs = logprobs
 
     def compare(self, block: slice, log_s: Tensor, student: LossWorkspace, how: Divergence) -> Tensor:
-        """Return D of the block's positions; `log_s` becomes the gradient."""
         at, counts, log_t, group = self.at[block], self.counts[block], self.logprobs[block], student.head.group
         known = summed(log_s.gather(1, at) * counts, group)  # [n, k]
         s = student.probabilities(log_s, out=log_s)
@@ -117,9 +115,10 @@ def _rest(p: Tensor, at: Tensor, counts: Tensor, group: ProcessGroup | None) -> 
 
 
 def _summed_divergence(
-    x: Tensor, head: Head, teacher: _Whole | _Top, tiles: Tiles, weights: Tensor, how: Divergence
+    x: Tensor, head: Head, teacher: _Whole | _Top, tiles: Tiles, weights: Tensor, how: Divergence, selected: Tensor
 ) -> Tensor:
-    """Return Σ weights · D, for x [N, D] and weights [N]."""
+    """Return Σ weights · D over the selected positions, for x [B, T, D] and weights [B, T]."""
+    x, weights = rows(x, selected), weights.reshape(-1)[selected]
     tensors = x, head.weight, head.bias
     needs = needed(*tensors)
     with torch.no_grad():
@@ -159,8 +158,7 @@ def divergence(
     tiles = tiles_of(len(selected), head, head_teacher, buffers=BUFFERS)
     with torch.no_grad():
         teacher = _Whole(rows(x_teacher, selected), head_teacher, tiles, how.temperature)
-    weights = weights.reshape(-1)[selected]
-    return _summed_divergence(rows(x, selected), head, teacher, tiles, weights, how)
+    return _summed_divergence(x, head, teacher, tiles, weights, how, selected)
 
 
 def divergence_of_top(
@@ -177,10 +175,8 @@ def divergence_of_top(
     `ids` is [B, T, k], `logprobs` [B, T, k + 1]; the rest is as in `divergence`.
     """
     selected = trained_positions(weights) if selected is None else selected
-    tiles = tiles_of(len(selected), head)
-    teacher = _Top(rows(ids, selected), rows(logprobs, selected), head)
-    weights = weights.reshape(-1)[selected]
-    return _summed_divergence(rows(x, selected), head, teacher, tiles, weights, how)
+    top = _Top(rows(ids, selected), rows(logprobs, selected), head)
+    return _summed_divergence(x, head, top, tiles_of(len(selected), head), weights, how, selected)
 
 
 @torch.no_grad()

@@ -169,7 +169,9 @@ class LossWorkspace:
         entropy = torch.empty_like(picked)
         for block in self.tiles:
             if weights is not None and not entropies and self.fuses_loss:
-                picked[block] = self._fused_loss(block, weights[block])
+                logits, out = self._logits(block), self.narrow[self._place(block)]
+                picked[block] = self.head.kernels.loss_of_rows(logits, self.at[block], weights[block], out)
+                self._add_after(block)
                 continue
             logprobs = self.logprobs(block)
             picked[block] = logprobs.gather(1, self.at[block, None]).squeeze(1) * self.counts[block]
@@ -185,14 +187,6 @@ class LossWorkspace:
     def subtract_targets(self, block: slice, values: Tensor) -> Tensor:
         """Subtract 1 at each target of `values` [n, V], in place."""
         return values.scatter_add_(1, self.at[block, None], -self.counts[block, None])
-
-    def _fused_loss(self, block: slice, weights: Tensor) -> Tensor:
-        """Return the log-probs of a block's targets, fp32 [n], and add the block's contribution to the gradients of
-        −Σ weights · log-prob; see `fuses_loss`."""
-        logits = self._logits(block)
-        picked = self.head.kernels.loss_of_rows(logits, self.at[block], weights, self.narrow[self._place(block)])
-        self._add_after(block)
-        return picked
 
     def logprobs(self, block: slice) -> Tensor:
         """Return the log-probs of a block, fp32 [n, V], of the distribution that is sampled from.
@@ -212,20 +206,17 @@ class LossWorkspace:
         """Return the rows of a block in the buffers of its chunk."""
         return slice(block.start - self.chunk.start, block.stop - self.chunk.start)
 
-    def _multiply(self, chunk: slice) -> None:
-        """Write the product of a chunk with the weight to the buffer."""
-        x, weight, n = self.x[chunk], self.head.weight, chunk.stop - chunk.start
-        if self.fused:
-            torch.mm(x, weight.t(), out_dtype=torch.float32, out=self.wide[:n])
-        else:
-            self.head.kernels.multiply(x, weight.t(), self.narrow[:n])
-        self.chunk = chunk
-
     def _logits(self, block: slice) -> Tensor:
         """Return the logits of a block, fp32 [n, V], as they are sampled from, in the buffer."""
+        head, n = self.head, block.stop - block.start
         if (chunk := self.tiles.of(block)) != self.chunk:
-            self._multiply(chunk)
-        head, n, place = self.head, block.stop - block.start, self._place(block)
+            self.chunk = chunk
+            x, size = self.x[chunk], chunk.stop - chunk.start
+            if self.fused:
+                torch.mm(x, head.weight.t(), out_dtype=torch.float32, out=self.wide[:size])
+            else:
+                head.kernels.multiply(x, head.weight.t(), self.narrow[:size])
+        place = self._place(block)
         if self.fused or self.wide is self.narrow:
             logits = self.wide[place]
         else:
@@ -275,7 +266,17 @@ class LossWorkspace:
         `grad` [n, V] is the gradient with respect to the logits divided by the temperature, not yet weighted. It is the
         buffer of `logprobs`, and is overwritten.
         """
-        self._weigh(grad, (weights / self.processing.temperature)[:, None], self.narrow[self._place(block)])
+        weights, out = (weights / self.processing.temperature)[:, None], self.narrow[self._place(block)]
+        if self.fused and self.slope is None and self.dbias is None:
+            torch.mul(grad, weights, out=out)  # one pass, where a CPU would make a copy of its own
+        else:
+            grad.mul_(weights)
+            if self.slope is not None:
+                grad *= self.slope[: len(grad)]
+            if self.dbias is not None:
+                self.dbias += grad.sum(0)
+            if self.wide is not self.narrow:
+                out.copy_(grad)
         self._add_after(block)
 
     def _add_after(self, block: slice) -> None:
@@ -295,20 +296,6 @@ class LossWorkspace:
         else:
             for i in range(0, len(self.dweight), BLOCK):
                 self.dweight[i : i + BLOCK] += grad[:, i : i + BLOCK].t() @ self.x[chunk]
-
-    def _weigh(self, grad: Tensor, weights: Tensor, out: Tensor) -> None:
-        """Write a block's gradient with respect to the output of the matrix product to `out`, in its dtype, and add it
-        to the gradient of the bias."""
-        if self.fused and self.slope is None and self.dbias is None:
-            torch.mul(grad, weights, out=out)  # one pass, where a CPU would make a copy of its own
-            return
-        grad.mul_(weights)
-        if self.slope is not None:
-            grad *= self.slope[: len(grad)]
-        if self.dbias is not None:
-            self.dbias += grad.sum(0)
-        if self.wide is not self.narrow:
-            out.copy_(grad)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of x, the weight and the bias, each in the dtype of its tensor; None where none is
