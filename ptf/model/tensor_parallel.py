@@ -4,6 +4,10 @@ vocabulary (Megatron-LM, Shoeybi et al. 2019).
 A parameter is a DTensor to whatever stores it (FSDP, the optimizer, checkpoints, the bridge) and its local slice to
 whatever computes with it, so the modules stay those of one device. How each parameter is sharded is a `ParallelStyle`,
 and sharding.py says which module has which.
+
+Between two projections that are sharded over the group every rank holds T / ranks of the positions (sequence
+parallelism: Korthikanti et al., Reducing Activation Recomputation, 2022), so norms and residuals cost and keep that
+much less. Inputs are gathered, and outputs are summed and sliced again; each is the other's backward.
 """
 
 import functools
@@ -13,8 +17,10 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -22,8 +28,68 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
-from ptf.model.sequence_parallel import all_gather, fill_up, reduce_scatter, sum_over
 from ptf.varlen import Varlen
+
+Exchange = Callable[[Tensor, ProcessGroup], Tensor]
+
+
+def _gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather [B, t, D] of each rank to [B, t · ranks, D]."""
+    x = x.transpose(0, 1).contiguous()
+    whole = x.new_empty(len(x) * group.size(), *x.shape[1:])
+    dist.all_gather_single(whole, x, group=group)
+    return whole.transpose(0, 1).contiguous()
+
+
+def _summed_slice(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D] of the sum."""
+    x = x.transpose(0, 1).contiguous()
+    part = x.new_empty(len(x) // group.size(), *x.shape[1:])
+    dist.reduce_scatter_single(part, x, group=group)
+    return part.transpose(0, 1).contiguous()
+
+
+def _own_slice(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's [B, T / ranks, D] of [B, T, D]."""
+    return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    whole = x.clone()
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+class _Exchange(Function):
+    """An exchange between the ranks of a group, and that of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, exchange: Exchange, backward: Exchange) -> Tensor:
+        ctx.group, ctx.exchange = group, backward
+        return exchange(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange(grads[0], ctx.group), None, None, None
+
+
+def all_gather(x: Tensor, group: ProcessGroup, whole_gradient: bool = False) -> Tensor:
+    """Gather [B, t, D] to [B, t · ranks, D].
+
+    In the backward pass the gradient is summed over the ranks and cut (reduce-scatter), because each has a part of it.
+    With `whole_gradient` each rank has the whole gradient already, which is only cut.
+    """
+    return cast("Tensor", _Exchange.apply(x, group, _gathered, _own_slice if whole_gradient else _summed_slice))
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D]. T must be a multiple of the ranks."""
+    return cast("Tensor", _Exchange.apply(x, group, _summed_slice, _gathered))
+
+
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum x over the ranks, each of which goes on with the sum in its own way: so are its gradients summed."""
+    return cast("Tensor", _Exchange.apply(x, group, _summed, _summed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +169,7 @@ def own_experts(
     count = len(ends) // group.size()
     ends = ends[:count]
     mine = (torch.arange(len(x), device=x.device) < ends[-1])[:, None]
-    y = own(torch.where(mine, x, 0), ends, expert.clamp(max=count - 1))
-    return torch.where(mine, y, 0)
+    return torch.where(mine, own(torch.where(mine, x, 0), ends, expert.clamp(max=count - 1)), 0)
 
 
 @functools.cache
@@ -188,7 +253,6 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
 
 
 def _wire(module: nn.Module, style: ParallelStyle, group: ProcessGroup) -> None:
-    """Set the module's forward to that of its style."""
     own = module.forward
     inner = own if style.forward is None else functools.partial(style.forward, module, own, group)
     if style.sequence_parallel:
@@ -218,12 +282,14 @@ def _fill_up(model: Decoder, group: ProcessGroup) -> None:
         varlen: Varlen | None = None,
         **inputs: Any,
     ) -> Any:
-        length = tokens.shape[1]
+        length, more = tokens.shape[1], (0, -tokens.shape[1] % group.size())
         assert attend is None, "generation is not tensor-parallel"
         return own(
-            *fill_up(tokens, positions, segments, group.size()),
+            F.pad(tokens, more),
+            F.pad(positions, more),
+            F.pad(segments, more, value=-1),
             lambda x, head: head_fn(x[:, :length], head),
-            varlen=varlen if length % group.size() == 0 else None,
+            varlen=None if more[1] else varlen,
             **inputs,
         )
 
