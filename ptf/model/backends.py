@@ -1,34 +1,28 @@
 """The models of a backend (`model.backend`), by its name. `BACKENDS` (ptf/config/backends.py) says which there are."""
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from ptf.config.backends import BACKENDS, BackendName
 from ptf.model.config import DecoderConfig
 from ptf.model.families import MODULES
-from ptf.model.layers import LayerFactory
 from ptf.model.model import Model
 from ptf.model.model_files import read_config
 
 
 class Backend(Protocol):
-    """A module that builds models."""
+    """A module that builds models.
 
-    def build(
-        self, directory: Path, *, head: Literal["lm", "scalar"] | None = None, factory: LayerFactory | None = None
-    ) -> Model:
-        """Return a model of the right shape on the meta device (without memory).
+    `build(directory, *, head=None, factory=None)` returns one of the right shape on the meta device (without memory).
+    `head` is the kind of head; None takes that of the checkpoint. `factory` replaces components and adds adapters. It
+    raises UserError for a model that cannot be trained, and for a replacement or an adapter that matches nothing.
+    `decoder_config` returns the sizes of the model in a directory; weights are not read.
+    """
 
-        `head` is the kind of head; None takes that of the checkpoint. `factory` replaces components and adds
-        adapters. Raise UserError for a model that cannot be trained, and for a replacement or an adapter that matches
-        nothing.
-        """
-        ...
-
-    def decoder_config(self, directory: Path) -> DecoderConfig:
-        """Return the sizes of the model in a directory; weights are not read."""
-        ...
+    build: Callable[..., Model]
+    decoder_config: Callable[[Path], DecoderConfig]
 
 
 def backend_of(name: BackendName) -> Backend:

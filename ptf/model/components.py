@@ -135,6 +135,5 @@ def own_files(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 
 
 def _read(file: Path, name: str, part: Slices) -> Tensor:
-    """Read a slice of a tensor from a safetensors file, or all of it."""
     with safe_open(file, "pt") as stored:
         return stored.get_slice(name)[part] if part else stored.get_tensor(name)

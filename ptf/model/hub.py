@@ -28,15 +28,30 @@ def fetch(path: str) -> Path:
     Raise UserError where it cannot be had: there is no such model or revision, it may not be read, or the hub cannot be
     reached and the cache is incomplete.
     """
+    from huggingface_hub import constants
+
     id, revision = at_revision(path)
     commit = revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
-    obstacle = _obstacle(id, revision, ask=not commit)
+    obstacle = ""  # why the hub cannot be asked
+    if not commit or constants.is_offline_mode():
+        try:
+            commit_at("model", id, revision)
+        except Unreachable as error:
+            obstacle = str(error)
+        except UserError as error:
+            raise UserError(f"model.path: {error}") from None
     if (commit or obstacle) and (snapshot := cached(path)):
         if obstacle:
             print(f"model.path: {obstacle}; {path} is taken from the cache: commit {snapshot.name}", flush=True)
         return snapshot
     if obstacle:
-        raise UserError(_absent(path, obstacle))
+        at = f" --revision {revision}" if revision else ""
+        raise UserError(
+            f"model.path: there is no directory {path} here, {obstacle}, and its cache ({constants.HF_HUB_CACHE}) "
+            f"does not have all of {path}: run `hf download {id}{at}` where there is a network, "
+            "with HF_HOME on a disk that this machine "
+            "can read, or give a directory"
+        )
     try:
         return Path(_download(path)())
     except Exception as error:  # the hub raises a dozen kinds; each means that the model cannot be had
@@ -50,21 +65,6 @@ def _download(path: str) -> partial[str]:
 
     id, revision = at_revision(path)
     return partial(snapshot_download, id, revision=revision, allow_patterns=list(FILES), ignore_patterns=list(COPIES))
-
-
-def _obstacle(id: str, revision: str | None, *, ask: bool) -> str:
-    """Return why the hub cannot be asked; "" if it can, and has this revision."""
-    from huggingface_hub import constants
-
-    if not ask and not constants.is_offline_mode():
-        return ""
-    try:
-        commit_at("model", id, revision)
-    except Unreachable as error:
-        return str(error)
-    except UserError as error:
-        raise UserError(f"model.path: {error}") from None
-    return ""
 
 
 def cached(path: str) -> Path | None:
@@ -86,17 +86,3 @@ def cached(path: str) -> Path | None:
     index = snapshot / "model.safetensors.index.json"
     weights = set(weight_map(index).values()) if index.is_file() else {"model.safetensors"}
     return snapshot if all((snapshot / name).is_file() for name in ("config.json", *weights)) else None
-
-
-def _absent(path: str, obstacle: str) -> str:
-    """Return the message for a model that neither the hub nor the cache gives."""
-    from huggingface_hub import constants
-
-    id, revision = at_revision(path)
-    at = f" --revision {revision}" if revision else ""
-    return (
-        f"model.path: there is no directory {path} here, {obstacle}, and its cache ({constants.HF_HUB_CACHE}) "
-        f"does not have all of {path}: run `hf download {id}{at}` where there is a network, "
-        "with HF_HOME on a disk that this machine "
-        "can read, or give a directory"
-    )

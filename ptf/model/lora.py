@@ -58,7 +58,7 @@ class Adapter:
 
 def attach(module: nn.Module, weight: str, lora: Lora, transposed: bool = False) -> Adapter:
     """Give a weight [.., out, in] of a module, or a `transposed` one, an adapter with B = 0; A gets its initial value
-    later (`initial_value`)."""
+    later (`init_adapters`)."""
     shape = getattr(module, weight).shape
     *stacked, out, into = shape[::-1] if transposed else shape
     stem = "" if weight == "weight" else f"{weight}_"
@@ -141,25 +141,19 @@ def keyed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"init/{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
-def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Return the initial value of an adapter's tensor, keyed by seed and name.
-
-    B is zero, A is uniform in ±1/√in, as in PEFT (He et al. 2015, a = √5).
-    """
-    if name.endswith("lora_b"):
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(keyed(seed, name))
-    return torch.empty(shape).uniform_(-1, 1, generator=generator) * shape[-1] ** -0.5
-
-
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Initialise the adapters from the seed; no checkpoint of the model has them.
+    """Initialise the adapters, which no checkpoint of the model has, keyed by seed and name.
 
-    The model then computes what it does without them.
+    B is zero, so that the model computes what it does without them; A is uniform in ±1/√in, as in PEFT (He et al. 2015,
+    a = √5).
     """
     for name in adapter_names(model):
         parameter = model.get_parameter(name)
-        fill(parameter, initial_value(name, parameter.shape, seed).__getitem__)
+        value = torch.zeros(parameter.shape)
+        if not name.endswith("lora_b"):
+            generator = torch.Generator().manual_seed(keyed(seed, name))
+            value = value.uniform_(-1, 1, generator=generator) * value.shape[-1] ** -0.5
+        fill(parameter, value.__getitem__)
 
 
 def raise_if_unmatched_targets(model: nn.Module, lora: Lora, all_targets: nn.Module) -> None:

@@ -100,7 +100,6 @@ class _Shards:
     total: int = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, with the others of its file."""
         if self.size and self.size + tensor.nbytes > SHARD_BYTES:
             self._write()
         self.tensors[name], self.numbers[name] = tensor, self.count

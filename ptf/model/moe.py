@@ -60,8 +60,9 @@ class TokensByExpert:
         # counting with `bincount` would wait for a GPU
         every = torch.arange(experts, device=expert.device, dtype=expert.dtype)
         ends = torch.searchsorted(expert, every, right=True, out_int32=True)
-        places = inverse.view_as(chosen).sort(-1).values
-        return TokensByExpert(order, order // chosen.shape[1], expert, ends, inverse, places)
+        return TokensByExpert(
+            order, order // chosen.shape[1], expert, ends, inverse, inverse.view_as(chosen).sort(-1).values
+        )
 
 
 def _added(rows: Tensor, places: Tensor) -> Tensor:
@@ -180,8 +181,12 @@ def _filled_up(x: Tensor, ends: Tensor, expert: Tensor) -> tuple[Tensor, Tensor,
     later = filled.cumsum(0) - filled - (ends - counts)  # by how many rows each expert's rows move back
     place = torch.arange(len(x)) + later[expert]
     rows = int(filled.sum())
-    spread = x.new_zeros(rows, x.shape[1]).index_copy(0, place, x)
-    return spread, filled.cumsum(0).to(torch.int32), torch.repeat_interleave(filled, output_size=rows), place
+    return (
+        x.new_zeros(rows, x.shape[1]).index_copy(0, place, x),
+        filled.cumsum(0).to(torch.int32),
+        torch.repeat_interleave(filled, output_size=rows),
+        place,
+    )
 
 
 class MixtureOfExperts(nn.Module):

@@ -25,14 +25,12 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     UserError for a weight with other values.
     """
     *outer, width = weight.shape
-    rows = weight.reshape(-1, width).split(max(1, CHUNK // width))
-    parts = [_quantise_rows(part) for part in rows]
+    parts = [_quantise_rows(part) for part in weight.reshape(-1, width).split(max(1, CHUNK // width))]
     codes, scales = (torch.cat(column) for column in zip(*parts, strict=True))
     return codes.view(*outer, width // 2), scales.view(*outer, width // BLOCK)
 
 
 def _quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows [n, in]."""
     blocks = rows.float().view(len(rows), -1, BLOCK)
     # the largest value becomes 4 or 6; 0 has the exponent 0
     exponents = (torch.frexp(blocks.abs().amax(-1)).exponent - 3).clamp(min=-BIAS)

@@ -4,25 +4,20 @@ quantiles of the normal distribution; 4.5 bits for each value.
 bitsandbytes converts, so that its 4-bit models and ours have the same values.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ptf.model.bitsandbytes_functions import bitsandbytes_functions
 
+KEY = "model.quantization: nf4"
 BLOCK = 64  # values that share a scale
 SCALE_BYTES = 4
-
-
-def _bitsandbytes() -> Any:
-    return bitsandbytes_functions("model.quantization: nf4")
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes [.., in / 2] and the scales [.., in / 16] of a weight [.., in], both as bytes."""
     *outer, width = weight.shape
-    codes, state = _bitsandbytes().quantize_4bit(
+    codes, state = bitsandbytes_functions(KEY).quantize_4bit(
         weight.contiguous().view(-1, width), blocksize=BLOCK, quant_type="nf4", compress_statistics=False
     )
     return codes.view(*outer, width // 2), state.absmax.view(torch.uint8).view(*outer, width // BLOCK * SCALE_BYTES)
@@ -31,7 +26,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weight [.., in] of these codes and scales; value times scale is rounded once, to `dtype`."""
     *outer, half = codes.shape
-    functions, rows = _bitsandbytes(), codes.numel() // half
+    functions, rows = bitsandbytes_functions(KEY), codes.numel() // half
     state = functions.QuantState(
         absmax=scales.reshape(-1).view(torch.float32),
         shape=torch.Size((rows, 2 * half)),

@@ -43,7 +43,6 @@ RANKS = 2
 MESHES = {"FSDP": (RANKS, 1), "tensor parallel": (1, RANKS)}  # shard, tensor
 BALANCE = 0.1  # weight of the load-balancing loss
 STEP = 0.02  # the largest change of a weight
-PATIENCE = timedelta(minutes=2)  # of a rank for the other one, which may have failed
 # signals of a process that did something wrong: not those that others send it, also where memory is short
 CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 
@@ -95,7 +94,8 @@ def run_ranks(rank: Callable[[int, Path], None], size: int, base: Path, preload:
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([*preload])
 
-    def run(*, again: bool) -> Path:
+    again = False
+    while True:
         directory = Path(tempfile.mkdtemp(dir=base, prefix="ranks-"))
         ranks: Any = mp.start_processes(rank, (directory,), nprocs=size, join=False, start_method="forkserver")
         try:
@@ -104,15 +104,13 @@ def run_ranks(rank: Callable[[int, Path], None], size: int, base: Path, preload:
             return directory
         except ProcessException:
             crashes = sorted(CRASHES & {-process.exitcode for process in ranks.processes})
-            if not again or not crashes:
+            if again or not crashes:
                 raise
-            warnings.warn(f"a rank was ended by {signal.Signals(crashes[0]).name}: all run once more", stacklevel=3)
+            again = True
+            warnings.warn(f"a rank was ended by {signal.Signals(crashes[0]).name}: all run once more", stacklevel=2)
         finally:
             for file in ranks.error_files:  # temporary files in which ranks say what they raised
                 Path(file).unlink(missing_ok=True)
-        return run(again=False)
-
-    return run(again=True)
 
 
 def divisible(model_type: str, key: str) -> dict[str, Any]:
@@ -185,18 +183,22 @@ def _rank(
     torch.set_num_threads(1)
     # it logs hints about microseconds at an export
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    store = dist.FileStore(f"{base}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=PATIENCE)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{base}/store", RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(minutes=2),  # the other rank may have failed
+    )
     for number, (member, name, rate, weight) in enumerate(jobs):
-        failed = False
         try:
             found = _on_rank(Path(member), name, rate, weight, plan, base / f"saved-{number}")
         except (UserError, AssertionError) as error:  # a parameter that is not in the plan, or has no mapping
             found = {"problems": str(error).splitlines()}
         except Exception as error:  # whatever a wrong plan leads to: the other rank may fail otherwise, or wait
-            found, failed = {"problems": [f"{type(error).__name__}: {str(error).splitlines()[0]}"]}, True
+            found = {"problems": [f"{type(error).__name__}: {str(error).splitlines()[0]}"], "stopped": True}
         torch.save(found, base / f"found-{number}-{rank}.pt")
-        if failed:
+        if "stopped" in found:
             return
     dist.barrier()
     dist.destroy_process_group()
@@ -232,7 +234,7 @@ def _on_rank(
     whole = loss.detach().clone()
     if shards > 1:
         dist.all_reduce(whole)
-    by_name = {n: t.clone() for n, t in verify.own_gradients(model)}
+    by_name = {n: t.clone() for n, t in verify.own_gradients(model).items()}
     with torch.no_grad():
         for p in model.parameters():
             if p.grad is not None:
@@ -257,17 +259,18 @@ def _judged(
     theirs, ours = (verify.gradient_errors(g, right.gradients) for g in (stepped.gradients, found["gradients"]))
     gradients = [verify.judged(f"gradient of {n}", theirs[n], ours[n]) for n in ours]
     reloaded, ours_reloaded = (verify.logit_error(_logits(hf), logits) for hf in (after, reference(saved)))
-    findings = (
-        verify.judged("loss", loss, loss_found),
-        verify.closest(gradients),
-        verify.judged("logits of what was saved", reloaded, ours_reloaded),
+    return verify.Case(
+        config,
+        (
+            verify.judged("loss", loss, loss_found),
+            verify.closest(gradients),
+            verify.judged("logits of what was saved", reloaded, ours_reloaded),
+        ),
+        mesh=mesh,
     )
-    return verify.Case(config, findings, mesh=mesh)
 
 
 @torch.no_grad()
 def _logits(hf: Any) -> list[Tensor]:
-    """Return the logits of the documents."""
     tokens, _, segments, _, _ = _documents(hf.config.get_text_config().vocab_size)
-    documents = [tokens[segments == number] for number in range(len(verify.LENGTHS))]
-    return [hf.eval()(input_ids=document[None]).logits for document in documents]
+    return [hf.eval()(input_ids=tokens[segments == n][None]).logits for n in range(len(verify.LENGTHS))]

@@ -48,8 +48,7 @@ def quantise_weight(module: Any, weight: str, name: str, form: str) -> None:
     for part, width in (("codes", shape[-1] // 2), ("scales", shape[-1] // block * FORMS[form].SCALE_BYTES)):
         values = torch.zeros(*shape[:-1], width, dtype=torch.uint8)
         module.register_parameter(f"{weight}_{part}", Parameter(values, requires_grad=False))
-    of = QuantisedWeight(f"{weight}_codes", f"{weight}_scales", shape, form)
-    module.quantised[weight] = of
+    module.quantised[weight] = QuantisedWeight(f"{weight}_codes", f"{weight}_scales", shape, form)
 
 
 def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:
@@ -118,7 +117,6 @@ def grouped_linear(module: Any, weight: str, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _parts(module: Any, weight: str) -> tuple[Tensor, Tensor, str]:
-    """Return a quantised weight's codes, its scales and its form."""
     of = module.quantised[weight]
     return getattr(module, of.codes), getattr(module, of.scales), of.form
 

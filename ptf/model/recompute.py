@@ -39,11 +39,9 @@ class _Kept:
         if self.again:
             return self.outputs.popleft()
         self.inside = True
-        try:
-            with saved_tensors_hooks(lambda t: t, lambda t: t):  # in place of the hooks that drop what is saved
-                out = self.attend(*inputs)
-        finally:
-            self.inside = False
+        with saved_tensors_hooks(lambda t: t, lambda t: t):  # in place of the hooks that drop what is saved
+            out = self.attend(*inputs)
+        self.inside = False
         if torch.is_grad_enabled():
             self.outputs.append(out.detach().requires_grad_(out.requires_grad))
         return out
@@ -51,10 +49,9 @@ class _Kept:
     def delta(self, *inputs: Any) -> Tensor:
         """Run linear attention, in the forward pass and again in the recomputation: what is inside is not saved."""
         self.inside = True
-        try:
-            return self.attend.delta(*inputs)
-        finally:
-            self.inside = False
+        out = self.attend.delta(*inputs)
+        self.inside = False
+        return out
 
     def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Save the outputs of matrix products, outside attention; recompute the others."""
@@ -128,9 +125,8 @@ def _contexts(block: nn.Module, kept: _Kept | None) -> tuple[Any, Any]:
 
 
 def recompute(block: nn.Module, mode: Recompute) -> None:
-    """Wrap the forward of a block, whose third argument is its `Attend`, in activation checkpointing of this mode."""
-    if mode == "none":
-        return
+    """Wrap the forward of a block, whose third argument is its `Attend`, in activation checkpointing of this mode; it is
+    not `none`."""
     own = block.forward
 
     def forward(x: Tensor, rope: Any, attend: Any, *inputs: Any) -> Any:

@@ -44,7 +44,6 @@ def _kind(config: Any) -> Any:
 
 
 def _loaded(kind: Any, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the model of this class in a directory."""
     return corrected(kind.from_pretrained(directory, dtype=dtype, attn_implementation="eager", trust_remote_code=False))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 FACTOR = 4.0  # times a model's own rounding is rounding still
-TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Margins(TorchFunctionMode):
@@ -28,9 +27,8 @@ class Margins(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the function, and measure it if it chooses."""
         kwargs = kwargs or {}
-        if func in TOPK:
+        if func in (torch.topk, torch.Tensor.topk):
             self.seen.append(_margins(*args, **kwargs))
         return func(*args, **kwargs)
 
@@ -56,15 +54,12 @@ class Double(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the function, with fp64 in place of fp32."""
         if func is torch.Tensor.float:
             return args[0].double()
-        named = {name: _widened(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_widened, args), **named)
+        return func(*map(_widened, args), **{name: _widened(value) for name, value in (kwargs or {}).items()})
 
 
 def _widened(value: Any) -> Any:
-    """Return fp64 for fp32, and any other argument as it is."""
     return torch.float64 if value is torch.float32 else value
 
 

@@ -122,8 +122,9 @@ def parallelize(
         if model.config.head != "lm":  # a scalar head or one of the user's own is not sharded
             plan = {**plan, **{name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}}
         cut(model, mesh["tensor"], plan)
-    for block in model.layers:
-        recompute(block, recomputed)
+    if recomputed != "none":
+        for block in model.layers:
+            recompute(block, recomputed)
     if mesh is None or (mesh.size() == 1 and precision == "fp32"):
         return model
     policy = (

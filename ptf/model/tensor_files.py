@@ -141,8 +141,8 @@ def has_own_head(directory: Path) -> bool:
     """Return whether a directory stores an output projection unlike its embedding, of which none can be tied."""
     if not has_weights(directory):
         return False
-    files = sorted(directory.glob("*.safetensors"))
-    return _has_own_head(directory, tuple((f.stat().st_size, f.stat().st_mtime_ns) for f in files))
+    files = (file.stat() for file in sorted(directory.glob("*.safetensors")))
+    return _has_own_head(directory, tuple((file.st_size, file.st_mtime_ns) for file in files))
 
 
 @functools.lru_cache(maxsize=64)  # of files as they are now: equal tables are read whole

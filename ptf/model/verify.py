@@ -151,7 +151,6 @@ class _Inputs:
 
     @staticmethod
     def of(directory: Path) -> "_Inputs":
-        """Encode those of a checkpoint."""
         c, notes = bridge.decoder_config(directory), []
         reach = max(max(layer.window or 0, layer.rope.original_positions) for layer in c.layers)
         tokens = min(max(LONG, reach + reach // 8 + 1), LONGEST, c.max_positions)
@@ -166,7 +165,6 @@ class _Inputs:
         return _Inputs(c.vocab, tuple(row[: c.max_positions] for row in rows), long, kept, tuple(notes))
 
     def drawn(self, seed: int) -> "_Inputs":
-        """Return them with random tokens and gradients of this seed."""
         generator = torch.Generator().manual_seed(seed)
         tokens = [torch.randint(0, self.vocab, (n,), generator=generator) for n in LENGTHS]
         upstream = [torch.randn(len(d), self.vocab, generator=generator) for d in (*tokens, *self.rows)]
@@ -269,7 +267,6 @@ class Reference:
             self.errors_bf16 = self._errors_bf16(rounded)
 
     def _errors(self, result: _Result) -> dict[str, float]:
-        """Return the errors of what was computed in fp32."""
         exact = {name: self.exact.gradients[name] for name in result.gradients}
         gradients = (
             gradient_errors(result.gradients, exact)
@@ -329,7 +326,7 @@ class Reference:
                 end = end + BALANCE * balance
             ours.zero_grad()
             end.backward()
-            yield closest(self._judged(_Result(gradients=dict(own_gradients(ours)))))
+            yield closest(self._judged(_Result(gradients=own_gradients(ours))))
         if self.member:
             return
         with torch.no_grad():
@@ -438,10 +435,10 @@ def _logits(ours: Decoder, tokens: Tensor, positions: Tensor, segments: Tensor, 
 
 
 @torch.no_grad()
-def own_gradients(ours: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield our decoder's gradients under the names of a checkpoint."""
+def own_gradients(ours: Decoder) -> dict[str, Tensor]:
+    """Return our decoder's gradients under the names of a checkpoint."""
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
-    yield from ours.under_hf_names(gradients.__getitem__)
+    return dict(ours.under_hf_names(gradients.__getitem__))
 
 
 @torch.no_grad()
@@ -508,24 +505,19 @@ def _record(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[A
             (output[0] if isinstance(output, tuple) else output).detach()
         )
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
-    try:
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(module.register_forward_hook(hook(name)))
         return run(), outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _with_cosines(layer: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """Return the result of a run, and the cosines of positions that a layer is called with in it."""
     seen: list[Tensor] = []
-    handle = layer.register_forward_pre_hook(
+    with layer.register_forward_pre_hook(
         lambda _, args, named: seen.append((named.get("position_embeddings") or args[1])[0].flatten()), with_kwargs=True
-    )
-    try:
+    ):
         return run(), seen[0]
-    finally:
-        handle.remove()
 
 
 def _layers(hf: nn.Module) -> list[nn.Module]:

@@ -154,8 +154,7 @@ class PerDocument(InsideDocuments):
         while first < len(order):
             last = int(np.searchsorted(lengths[order], lengths[order[first]] * self.ratio, side="right"))
             members = order[first:last]
-            width = int(lengths[members[-1]])
-            step = np.arange(width)
+            step = np.arange(int(lengths[members[-1]]))
             before = step < prefix_length[members][:, None]  # [n, width]
             inside = (step < lengths[members][:, None]) & ~before
             own = (starts - prefix_length)[members][:, None] + np.minimum(step, lengths[members][:, None] - 1)

@@ -21,7 +21,6 @@ from ptf.model.kernels.fused import Flash, Flash4, Setting, fla_rule, liger_gate
 from ptf.model.rope import Table, rotate
 from ptf.varlen import Varlen
 
-Compiler = Callable[[Callable[..., Tensor]], Any]
 ROTATIONS = 64  # compiled at most: for each number of heads, width and dtype, and with and without gradients
 
 
@@ -82,7 +81,7 @@ class Kernels:
             flash=Flash4 if "flash_attn_4" in packages else Flash if "flash_attn" in packages else None,
         )
 
-    def compile(self, compiler: Compiler = by_inductor) -> "Kernels":
+    def compile(self, compiler: Callable[[Callable[..., Tensor]], Any] = by_inductor) -> "Kernels":
         """Return the same with what lies between the matrix products (norms, gates, rotary embeddings) compiled.
 
         Attention is compiled where that is faster (attention.py), and the whole model never, because the number of

@@ -42,8 +42,7 @@ class DocumentMasks:
         # the first token of the document whose first `prefix_length` tokens are its document's prefix
         self.whole_start = last(starts & (positions == 0))
         after = F.pad(torch.where(starts, at, len(at))[:, 1:], (0, 1), value=len(at))
-        end = after.flip(1).cummin(1).values.flip(1)
-        self.whole_end = end.gather(1, self.whole_start)
+        self.whole_end = after.flip(1).cummin(1).values.flip(1).gather(1, self.whole_start)
 
     def function(self, window: int | None) -> MaskFunction:
         """Return the function that says whether a query attends to a key, in a window (None: unlimited).
@@ -83,8 +82,8 @@ class DocumentMasks:
         intervals = self.intervals(window)
         touched = self._count([(first // BLOCK, (end + BLOCK - 1) // BLOCK, first < end) for first, end in intervals])
         inner = [((first + BLOCK - 1) // BLOCK, end // BLOCK) for first, end in intervals]
-        covered = self._count([(first, end, first < end) for first, end in inner])
-        full = covered == BLOCK  # by each of its queries, all of which exist
+        # covered by each of its queries, all of which exist
+        full = self._count([(first, end, first < end) for first, end in inner]) == BLOCK
         length = len(self.at)
         return BlockMask.from_kv_blocks(
             *_in_order((touched > 0) & ~full),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig
@@ -31,7 +32,6 @@ DISTRIBUTIONS = {
     "fla": "flash-linear-attention",
 }
 MODULES = {"flash_attn_4": "flash_attn.cute"}  # where they are not called like the package
-OF_16_BITS = ("flash_attn", "flash_attn_4", "fla")
 HOPPER = (9, 0)  # compute capability; flash_attn_4 has no backward pass below it,
 AFTER_BLACKWELL = (12, 0)  # and from here on none that repeats
 Setting = Literal["auto"] | Sequence[Package]
@@ -82,7 +82,7 @@ def why_not(package: Package, device: torch.device, precision: str) -> str | Non
     """Return why a package cannot be used on a device, or None if it can."""
     if device.type != "cuda":
         return f"it needs a GPU, and this run computes on {device}"
-    if package in OF_16_BITS and precision != "bf16":
+    if package != "liger_kernel" and precision != "bf16":
         return f"it computes in 16 bits only, and train.precision is {precision}"
     if installed(package) is None:
         return f"it is not installed (pip install {DISTRIBUTIONS[package]})"
@@ -161,8 +161,8 @@ class Flash4(Flash):
     package, unlimited = "flash_attn_4", None
 
     @classmethod
+    @override
     def obstacle(cls, c: DecoderConfig) -> str | None:
-        """See Flash."""
         if any(layer.window for layer in c.layers):
             return "its windows were not compared on a GPU yet"
         if 128 < c.head_dim < MOST_HEAD_DIM:
