@@ -125,8 +125,10 @@ def _contexts(block: nn.Module, kept: _Kept | None) -> tuple[Any, Any]:
 
 
 def recompute(block: nn.Module, mode: Recompute) -> None:
-    """Wrap the forward of a block, whose third argument is its `Attend`, in activation checkpointing of this mode; it is
-    not `none`."""
+    """Wrap the forward of a block, whose third argument is its `Attend`, in activation checkpointing of this mode.
+
+    It is not `none`.
+    """
     own = block.forward
 
     def forward(x: Tensor, rope: Any, attend: Any, *inputs: Any) -> Any:
