@@ -288,8 +288,6 @@ class NativeEngine:
             if isinstance(buckets, Transfer):
                 buckets.device = str(self.device)
             tensors = {name: tensor for bucket in buckets for name, tensor in bucket}
-            if isinstance(buckets, Transfer):
-                receipt = buckets.receipt()
             if form:
                 form.copy(tensors.__getitem__)
             else:

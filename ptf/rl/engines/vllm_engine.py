@@ -287,7 +287,7 @@ class VLLMEngine:
             self.unusable = f"weight sync {manifest.version} did not complete"
             try:
                 if manifest.adapter is None:
-                    receipt = self.engine.collective_rpc("ptf_load", args=(buckets,))[0] or receipt
+                    self.engine.collective_rpc("ptf_load", args=(buckets,))
                 else:
                     self._adapt(buckets, manifest)
             except Exception as error:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ptf.rl.engines.vllm_engine import copied_without_loader
 from ptf.rl.weights.streamed import Transfer
-from ptf.rl.weights.verification import Receipt, SyncError
+from ptf.rl.weights.verification import SyncError
 
 tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which stays behind a worker process that is killed
 
@@ -60,8 +60,8 @@ def forget_kernels_of_experts(model: Any) -> None:
 class WeightLoader:
     """Methods that vLLM's worker gets."""
 
-    def ptf_load(self: Any, buckets: Iterable[Iterable[tuple[str, Tensor]]]) -> Receipt | None:
-        """Load every tensor, named as in a Hugging Face checkpoint. Returns the receipt of a transfer, else None."""
+    def ptf_load(self: Any, buckets: Iterable[Iterable[tuple[str, Tensor]]]) -> None:
+        """Load every tensor, named as in a Hugging Face checkpoint."""
         if isinstance(buckets, Transfer):
             buckets.device = str(self.device)
         model = self.get_model()
@@ -72,4 +72,5 @@ class WeightLoader:
         model = getattr(model, "language_model", model)  # of a multimodal model
         if self.device.type == "cpu" and model.config.tie_word_embeddings and hasattr(model, "lm_head"):
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
-        return buckets.receipt() if isinstance(buckets, Transfer) else None
+        if isinstance(buckets, Transfer):
+            buckets.raise_if_incomplete()

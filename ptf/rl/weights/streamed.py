@@ -188,14 +188,7 @@ class Transfer:
     receivers: int  # of what one rank sends
     timeout_s: float
     device: str = "cpu"  # of the engine, whose process sets it
-    tensors: int = 0  # that arrived
-    size: int = 0  # bytes that arrived
     complete: bool = False  # iterated to the end
-
-    @property
-    def receiver(self) -> "Receiver":
-        """The engine's connection to the policy, which is made once in each process."""
-        return _receiver(self.transport, self.offers, self.receivers, self.timeout_s, self.device)
 
     @contextlib.contextmanager
     def reporting_failure(self) -> Iterator[None]:
@@ -211,10 +204,11 @@ class Transfer:
             raise
 
     def __iter__(self) -> Iterator[Bucket]:
-        store, seen, number = self.receiver.store.store, set[str](), 0
+        receiver = _receiver(self.transport, self.offers, self.receivers, self.timeout_s, self.device)
+        store, seen, number = receiver.store.store, set[str](), 0
         incomplete: dict[str, Tensor] = {}
-        while "end" not in (part := self._part(number)):
-            buffer = self.receiver.receive(self.version, number % BUFFERS, part["bytes"])
+        while "end" not in (part := self._part(receiver.store, number)):
+            buffer = receiver.receive(self.version, number % BUFFERS, part["bytes"])
             if checksum(buffer) != part["sum"]:
                 raise SyncError(f"weight sync {self.version} refused: part {number} arrived changed")
             bucket = self._unpack(buffer, part["pieces"], incomplete)
@@ -226,7 +220,6 @@ class Transfer:
                         f"{'arrived twice' if name in seen else 'was not announced'}"
                     )
                 seen.add(name)
-                self.tensors += 1
             yield bucket
             number += 1
         if missing := sorted(self.names - seen):
@@ -234,18 +227,14 @@ class Transfer:
         store.add(f"{self.version}/{number}/read", 1)
         self.complete = True
 
-    def receipt(self) -> Receipt:
-        """Return what arrived. Raises SyncError if the transfer was not iterated to its end."""
+    def raise_if_incomplete(self) -> None:
+        """Raise SyncError if the transfer was not iterated to its end."""
         if not self.complete:
-            raise SyncError(
-                f"weight sync {self.version}: the engine stopped reading after {self.tensors} of {len(self.names)} "
-                "tensors"
-            )
-        return Receipt(self.version, self.tensors, self.size)
+            raise SyncError(f"weight sync {self.version}: the engine stopped reading before all tensors had arrived")
 
-    def _part(self, number: int) -> dict[str, Any]:
+    def _part(self, store: TransferStore, number: int) -> dict[str, Any]:
         """Return the description of part `number`, when the policy has published it."""
-        store, key = self.receiver.store, f"{self.version}/{number}"
+        key = f"{self.version}/{number}"
         store.wait(self.version, f"the policy had not sent part {number}", lambda: store.store.check([key]))
         return json.loads(store.store.get(key))
 
@@ -261,7 +250,6 @@ class Transfer:
             at += n
             if first + n == len(data):
                 bucket.append((name, incomplete.pop(name)))
-        self.size += at
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)  # before the other side fills it again
         return bucket
@@ -282,6 +270,7 @@ class Receiver:
 def _receiver(
     transport: type["Streamed"], offers: tuple[Offer, ...], receivers: int, timeout_s: float, device: str
 ) -> Receiver:
+    """Return an engine's connection to the policy, which is made once in each process."""
     return transport.receiver(offers, receivers, timeout_s, torch.device(device))
 
 

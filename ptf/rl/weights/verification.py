@@ -59,7 +59,6 @@ class Receipt:
 
     version: int
     tensors: int
-    bytes: int
 
 
 def checksum(data: Tensor) -> int:
@@ -117,13 +116,9 @@ def check(buckets: Buckets, manifest: Manifest, current: int) -> Receipt:
         faults.append(
             f"version {manifest.version} was sent, but the engine holds {current}: a sync was lost or repeated"
         )
-    if not isinstance(buckets, Sequence):
-        if faults:
-            raise SyncError(f"weight sync {manifest.version} refused: {faults[0]}")
-        return Receipt(manifest.version, len(manifest.digests), 0)
-    seen, size = set[str](), 0
-    for bucket in buckets:
-        for name, tensor in bucket:
+    if isinstance(buckets, Sequence):
+        seen = set[str]()
+        for name, tensor in (pair for bucket in buckets for pair in bucket):
             if name in seen:
                 faults.append(f"{name} arrived twice")
             elif name not in manifest.digests:
@@ -131,12 +126,11 @@ def check(buckets: Buckets, manifest: Manifest, current: int) -> Receipt:
             elif digest(tensor) != manifest.digests[name]:
                 faults.append(f"{name} arrived changed")
             seen.add(name)
-            size += tensor.nbytes
-    faults += [f"{name} did not arrive" for name in manifest.digests if name not in seen]
+        faults += [f"{name} did not arrive" for name in manifest.digests if name not in seen]
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise SyncError(f"weight sync {manifest.version} refused: " + "; ".join(faults[:5]) + more)
-    return Receipt(manifest.version, len(seen), size)
+    return Receipt(manifest.version, len(manifest.digests))
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Own(Plugged):
     def load_weights(self, buckets, manifest):
         if self.fault == "takes all":
             self.version = manifest.version
-            return Receipt(manifest.version, len(manifest.digests), 0)
+            return Receipt(manifest.version, len(manifest.digests))
         receipt = None if self.fault == "keeps old" else super().load_weights(buckets, manifest)
         if receipt is None:
             from ptf.rl.weights.verification import check

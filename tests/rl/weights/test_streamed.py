@@ -229,11 +229,11 @@ def test_what_was_said_is_forgotten_when_it_was_read():
 def stops_early(sent: Transfer) -> None:
     with sent.reporting_failure():
         next(iter(sent))
-        sent.receipt()
+        sent.raise_if_incomplete()
 
 
-def test_an_engine_that_stops_reading_has_no_receipt():
-    said = "the engine stopped reading after 0 of 3 tensors"
+def test_an_engine_that_stops_reading_is_refused():
+    said = "the engine stopped reading before all tensors had arrived"
     told = "the other side failed: SyncError: weight sync 0: the engine stopped reading"
     refused(Ipc.sender(CPU, 1, 2), tensors(*SHAPES), Ipc, said, told, stops_early)
 

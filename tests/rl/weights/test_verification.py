@@ -39,7 +39,7 @@ def test_what_was_sent_is_accepted_in_any_order_and_any_buckets(shapes, limit, r
     arrived = [(name, tensor.clone()) for name, tensor in sent]
     random.shuffle(arrived)
     receipt = check([arrived], manifest, current=3)
-    assert (receipt.version, receipt.tensors, receipt.bytes) == (4, len(sent), sum(t.nbytes for _, t in sent))
+    assert (receipt.version, receipt.tensors) == (4, len(sent))
 
 
 @given(st.integers(0, 11), st.integers(0, 31))
