@@ -139,7 +139,7 @@ class Player:
 
         def episode(number: int) -> Episode:
             prompt, i = prompts[number // self.per_prompt], number % self.per_prompt
-            seeds = engine.begin(partial(seed_of, sampler.seed, KEY, prompt.index, i))
+            seeds = engine.begin(partial(seed_of, sampler.settings.engine.seed, KEY, prompt.index, i))
             return Episode(
                 prompt, limits, sampler.tokenizer, seeds, sampler.rollout_functions.of(prompt.source), self.timeout_s
             )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
+from ptf.compute.meter import peak_memory_gib
 from ptf.compute.world import World
 from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
@@ -53,56 +54,30 @@ def split_over_workers(
     return marked(method) if method else marked
 
 
-def joined_results(dispatch: str, results: Sequence[Any]) -> Any:
-    """Return what a broadcast with this marker returns, of the results of all workers."""
-    if dispatch == "summed_broadcast":
-        return sum(results)
-    return max(results) if dispatch == "largest_broadcast" else results[0]
-
-
+# what a broadcast returns of the results of all workers; without an entry, rank 0's
+JOINED = {"summed_broadcast": sum, "largest_broadcast": max}
 OnResult = Callable[[int, Any], None]  # takes the index of an item, and its result
 
 
-def in_order(results: Any, on_result: OnResult | None = None) -> Any:
-    """Return the results of a generator's lists of (index, result) in the order of the indices; anything else
-    unchanged.
-
-    `on_result` is called with each pair.
-    """
-    if not isinstance(results, Iterator):
-        return results
-    by_index = dict[int, Any]()
-    for index, result in itertools.chain.from_iterable(results):
-        by_index[index] = result
-        if on_result:
-            on_result(index, result)
-    return [by_index[i] for i in range(len(by_index))]
-
-
-def split(items: list, parts: int) -> list[list]:
-    """Split a list into contiguous parts whose sizes differ by at most one."""
-    size, rest = divmod(len(items), parts)
-    starts = [i * size + min(i, rest) for i in range(parts + 1)]
-    return [items[a:b] for a, b in itertools.pairwise(starts)]
-
-
-class Role(Protocol):
-    """Methods that every role class has; each worker makes one as `cls(world, settings)`."""
+class Role(ABC):
+    """Base of the role classes; each worker makes one as `cls(world, settings)`."""
 
     uses_process_group: ClassVar[bool]  # True: its workers form one process group; False: they are independent replicas
+    world: World
 
+    @abstractmethod
     def offload(self) -> None:
         """Free the device memory, so that a different role can use the devices."""
-        ...
 
+    @abstractmethod
     def onload(self) -> None:
         """Move everything that `offload` moved away back to the device."""
-        ...
 
+    @largest_broadcast
     def peak_memory_gib(self) -> float:
         """Return the peak GPU memory of this role since the last call; without a GPU, the peak of the process's
         resident memory."""
-        ...
+        return peak_memory_gib(self.world.device)
 
 
 @dataclass(frozen=True)
@@ -115,13 +90,8 @@ class Pool:
     processes: tuple[int, ...]
     disk: bool = False  # True: offload to files, also on a CPU; False: offload to host memory, only with a GPU
 
-    @property
-    def workers(self) -> int:
-        """The number of workers of the pool's largest role."""
-        return len(self.processes)
-
     def __str__(self) -> str:
-        return f"{self.name} ({self.workers} × {', '.join(sorted(self.roles))})"
+        return f"{self.name} ({len(self.processes)} × {', '.join(sorted(self.roles))})"
 
 
 @dataclass(frozen=True)
@@ -136,11 +106,6 @@ class RoleSpec:
     # replicas are a model group each.
     mesh: MeshSizes = field(default_factory=MeshSizes)
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables of its processes
-
-    @property
-    def workers(self) -> int:
-        """Number of its workers."""
-        return self.mesh.ranks
 
 
 class RoleGroup(Protocol):
@@ -237,7 +202,7 @@ class Cluster(ABC):
                 yield
         finally:
             role, seconds = group.spec, time.perf_counter() - start
-            record = PhaseRecord(name, role.name, pool.name, role.workers, seconds, 0.0, start, offloaded)
+            record = PhaseRecord(name, role.name, pool.name, role.mesh.ranks, seconds, 0.0, start, offloaded)
             self.table.append(record)
         record.gib = group.call("peak_memory_gib")
 
@@ -277,17 +242,25 @@ class LocalRoleGroup:
     """A role of one worker, in this process."""
 
     def __init__(self, spec: RoleSpec, world: World) -> None:
-        if spec.workers != 1:
+        if spec.mesh.ranks != 1:
             raise UserError(
-                f"role {spec.name}: compute.launcher local runs one worker a role, but {spec.workers} are configured; "
-                "use launcher ray"
+                f"role {spec.name}: compute.launcher local runs one worker a role, but {spec.mesh.ranks} are "
+                "configured; use launcher ray"
             )
         self.spec = spec
         self.role = spec.cls(world, spec.settings)
 
     def call(self, method: str, *args: Any, on_result: OnResult | None = None) -> Any:
         """See RoleGroup.call."""
-        return in_order(getattr(self.role, method)(*args), on_result)
+        results = getattr(self.role, method)(*args)
+        if not isinstance(results, Iterator):
+            return results
+        by_index = dict[int, Any]()
+        for index, result in itertools.chain.from_iterable(results):
+            by_index[index] = result
+            if on_result:
+                on_result(index, result)
+        return [by_index[i] for i in range(len(by_index))]
 
 
 class LocalCluster(Cluster):

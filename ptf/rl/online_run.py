@@ -59,7 +59,7 @@ def attempt(job: Job, run: Path, lease: Lease) -> None:
     """Make one attempt of `train_online`: start the job's roles, train, and export the model. A failure is raised."""
     online = OnlineJob.of(job, run)
     roles = online.roles()
-    pools = pools_of(job.compute.pools, {name: role.workers for name, role in roles.items()})
+    pools = pools_of(job.compute.pools, {name: role.mesh.ranks for name, role in roles.items()})
     with job_cluster(job, run, pools) as cluster:
         groups = {name: cluster.start(role) for name, role in roles.items()}
         with contextlib.closing(Controller(online, cluster, groups, lease)) as controller:

@@ -7,14 +7,17 @@ environment variables. If the pool offloads, the loaded role frees its memory be
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from ptf.compute.gang import Gang, RankWorker, gpus, make_pool, part_of, put, release
 from ptf.compute.heartbeat import beating
 from ptf.compute.launch import default_threads
 from ptf.compute.world import World, joined, pick_device
 from ptf.errors import UserError
-from ptf.rl.cluster import Cluster, OnResult, Pool, RoleSpec, joined_results, split
+from ptf.rl.cluster import JOINED, Cluster, OnResult, Pool, RoleSpec
 from ptf.rl.replicas import HUNG_S, Replicas
 
 
@@ -54,7 +57,7 @@ class VerlRoleGroup:
     def __init__(self, spec: RoleSpec, gang: Gang, device: str) -> None:
         self.spec, self.gang = spec, gang
         devices = gang.invoke(
-            "build", [(spec, device, gang.timeout_s)] * spec.workers, doing=f"building {spec.cls.__name__}"
+            "build", [(spec, device, gang.timeout_s)] * spec.mesh.ranks, doing=f"building {spec.cls.__name__}"
         )
         print(f"{spec.name}: {spec.cls.__name__} on {', '.join(devices)}", flush=True)
 
@@ -65,14 +68,15 @@ class VerlRoleGroup:
         is_split = dispatch == "split"
         shared = [put(arg) for arg in args[is_split:]]  # stored once, however many workers read it
         if is_split:
-            first = [[part] for part in split(args[0], mesh.data) for _ in range(mesh.model)]
+            parts = np.array_split(range(len(args[0])), mesh.data)
+            first = [[[args[0][i] for i in part]] for part in parts for _ in range(mesh.model)]
         else:
             first = [[]] * mesh.ranks
         results = self.gang.invoke(
             "call", [(method, *part, *shared) for part in first], doing=f"{self.spec.name}.{method}"
         )
         if not is_split:
-            return joined_results(dispatch, results)
+            return JOINED.get(dispatch, itemgetter(0))(results)
         return [item for part in results[:: mesh.model] for item in part]
 
 
@@ -92,20 +96,19 @@ class VerlCluster(Cluster):
 
     def make_group(self, spec: RoleSpec, pool: Pool) -> VerlRoleGroup | Replicas:
         """See Cluster.make_group."""
-        if spec.workers > pool.workers:
-            raise UserError(
-                f"role {spec.name} has {spec.workers} workers, but its pool {pool.name} has {pool.workers} slots"
-            )
+        workers, slots = spec.mesh.ranks, len(pool.processes)
+        if workers > slots:
+            raise UserError(f"role {spec.name} has {workers} workers, but its pool {pool.name} has {slots} slots")
         if not spec.cls.uses_process_group:
             return self._start_replicas(spec, pool)
         gang = Gang(
             spec.name,
-            workers=spec.workers,
+            workers=workers,
             timeout_s=self.timeout_s,
             use_gpu=self.gpu,
             threads=self.threads,
             env=spec.env,
-            pool=self._shared(pool, spec.workers),
+            pool=self._shared(pool, workers),
             worker=RoleRank,
         )
         self.closing.callback(gang.close)
@@ -114,7 +117,7 @@ class VerlCluster(Cluster):
     def _start_replicas(self, spec: RoleSpec, pool: Pool) -> Replicas:
         count, size = spec.mesh.data, spec.mesh.model
         slots = [self._shared(pool, size, i * size) for i in range(count)]
-        threads = self.threads or default_threads(min(spec.workers, max(self._slots[pool.name].store)))
+        threads = self.threads or default_threads(min(spec.mesh.ranks, max(self._slots[pool.name].store)))
 
         def start_replica(i: int) -> Gang:
             return Gang(

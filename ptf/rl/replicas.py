@@ -10,11 +10,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from operator import itemgetter
 from typing import Any
 
 from ptf.compute.gang import Gang, put
 from ptf.errors import Lost, Retryable, UserError, full_text
-from ptf.rl.cluster import OnResult, RoleSpec, joined_results
+from ptf.rl.cluster import JOINED, OnResult, RoleSpec
 from ptf.rl.weights.verification import SyncError
 from ptf.workspace.credentials import redacted
 
@@ -74,7 +75,7 @@ class Replicas:
             self.replayed = {each: self.replayed[each] for each in before} | {method: shared}
         if method in ("offload", "onload"):
             self.offloaded = method == "offload"
-        return joined_results(dispatch, results)
+        return JOINED.get(dispatch, itemgetter(0))(results)
 
     def _call_split(self, method: str, items: Sequence[Any], rest: Sequence[Any], on_result: OnResult | None) -> list:
         """Return the result of each item. The items are divided among all replicas, or, if the method is `queued`, each

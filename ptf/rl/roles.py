@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from ptf.compute import checkpoint
-from ptf.compute.meter import peak_memory_gib
 from ptf.compute.offload import OffloadedTensors, own_file
 from ptf.compute.saver import BackgroundWriter
 from ptf.compute.world import World, alone
@@ -30,7 +30,7 @@ from ptf.model.lora import adapters_off
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.documents import last_values
 from ptf.recipes.protocol import Recipe
-from ptf.rl.cluster import broadcast, largest_broadcast, split_over_workers
+from ptf.rl.cluster import Role, broadcast, split_over_workers
 from ptf.rl.forward_passes import packer_of, per_document, per_token, sample_logprobs
 from ptf.rl.weights import stored
 from ptf.rl.weights.streamed import Sender, Streamed, Transfer
@@ -87,7 +87,7 @@ class LearnerSettings(ModelSettings):
     tokenizer: str
 
 
-class ModelRole:
+class ModelRole(Role):
     """What roles that have a model share; one that is not a Learner's is frozen."""
 
     uses_process_group: ClassVar[bool] = True
@@ -134,19 +134,14 @@ class ModelRole:
         return values
 
     @broadcast
+    @override
     def offload(self) -> None:
-        """See Role.offload."""
         self.offloaded.offload(device_tensors(self.model))
 
     @broadcast
+    @override
     def onload(self) -> None:
-        """See Role.onload."""
         self.offloaded.restore()
-
-    @largest_broadcast
-    def peak_memory_gib(self) -> float:
-        """See Role.peak_memory_gib."""
-        return peak_memory_gib(self.world.device)
 
 
 class LogprobModel(ModelRole):
@@ -327,8 +322,9 @@ class Learner(ModelRole):
             export_adapter(self.model, source, Path(directory), self.world, section, self.settings.train.precision)
 
     @broadcast
+    @override
     def offload(self) -> None:
-        """See Role.offload. Weights, gradients and the optimizer's state are moved."""
+        """Move weights, gradients and the optimizer's state away."""
         tensors = list(device_tensors(self.model))
         for state in self.trainer.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]

@@ -13,8 +13,8 @@ from functools import partial
 from typing import ClassVar
 
 import numpy as np
+from typing_extensions import override
 
-from ptf.compute.meter import peak_memory_gib
 from ptf.compute.offload import release_freed_memory
 from ptf.compute.world import World
 from ptf.config.logprob_limits import LogprobLimits
@@ -23,8 +23,8 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
 from ptf.data.trie import Trie
 from ptf.rl.cluster import (
+    Role,
     broadcast,
-    largest_broadcast,
     replayed_broadcast,
     split_over_workers,
     summed_broadcast,
@@ -51,14 +51,13 @@ class SamplerSettings:
     trie: Trie | None = None  # the allowed responses; None: any
 
 
-class Sampler:
+class Sampler(Role):
     """A role with an engine that generates from the policy's weights."""
 
     uses_process_group: ClassVar[bool] = False
 
     def __init__(self, world: World, settings: SamplerSettings) -> None:
         self.world, self.settings, rollout = world, settings, settings.rollout
-        self.seed = settings.engine.seed
         self.tokenizer = Tokenizer.load(settings.tokenizer)
         self.rollout_functions = RolloutFunctions(self.tokenizer, rollout)
         self.close = self.rollout_functions.close  # ends the processes of the environments and of the harness
@@ -87,7 +86,7 @@ class Sampler:
                 prompt,
                 limits,
                 self.tokenizer,
-                partial(seed_of, self.seed, key, prompt.index, i),
+                partial(seed_of, self.settings.engine.seed, key, prompt.index, i),
                 self.rollout_functions.of(prompt.source),
                 self.episode_timeout_s,
             )
@@ -196,20 +195,15 @@ class Sampler:
             expect()
 
     @broadcast
+    @override
     def offload(self) -> None:
-        """See Role.offload."""
         self.engine.sleep()
         release_freed_memory()
 
     @broadcast
+    @override
     def onload(self) -> None:
-        """See Role.onload."""
         self.engine.wake()
-
-    @largest_broadcast
-    def peak_memory_gib(self) -> float:
-        """See Role.peak_memory_gib."""
-        return peak_memory_gib(self.world.device)
 
 
 def seed_of(seed: int, key: str, prompt: int, sample: int, turn: int = 0) -> int:

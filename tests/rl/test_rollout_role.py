@@ -77,7 +77,7 @@ def test_a_model_that_an_engine_cannot_hold_is_refused_before_one_starts(tmp_pat
             made, tmp_path, str(tmp_path), tmp_path, None, engine="native", length=length, for_training=True
         )
 
-    assert spec(positions, 1).workers == 1
+    assert spec(positions, 1).mesh.ranks == 1
     with pytest.raises(UserError, match=f"take {positions + 1} tokens together, but .* has {positions} positions"):
         spec(positions + 1, 1)
     with pytest.raises(UserError, match="attention heads cannot be divided among 3 processes"):
