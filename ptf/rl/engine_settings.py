@@ -64,6 +64,7 @@ class EngineSettings:
             lora_rank=self.model.lora.rank if self.adapter and self.model and self.model.lora else None,
             constrained_decoding=self.constrained_decoding,
             tensor=self.tensor_parallel_size,
+            backend=self.model.backend if self.model else "ptf",
         )
 
     def _native(self, world: World, dtype: torch.dtype) -> RolloutEngine:

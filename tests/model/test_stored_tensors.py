@@ -15,11 +15,11 @@ from ptf.compute.world import World, joined
 from ptf.config.sections.model import LoraConfig, ModelConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
-from ptf.model import families, hf_backend, model_files, model_writer
+from ptf.model import bridge, families, hf_backend, model_files, model_writer
 from ptf.model.reference import random_reference
 from ptf.model.tensor_files import has_own_head
 from ptf.rl.engines.native import NativeEngine
-from ptf.rl.engines.vllm_engine import _model_arguments, expected_names
+from ptf.rl.engines.vllm_engine import _model_arguments
 from ptf.train.model_source import ModelSource
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
@@ -93,7 +93,7 @@ def test_an_untied_head_is_found_in_shards_and_by_engines(tmp_path, monkeypatch)
     shards = configured(tmp_path / "s", tie_word_embeddings=True)
     assert (shards / "model.safetensors.index.json").is_file()
     assert model_files.unties(shards)
-    assert expected_names(shards).required == whole.keys()
+    assert bridge.build(shards, head="lm").hf_names() == whole.keys()
     assert _model_arguments(shards, 0, "float32", 64)["hf_overrides"] == {"tie_word_embeddings": False}
     engine = NativeEngine(str(shards), device=torch.device("cpu"), dtype=FP32, version=0)
     tokens = sample(9, 0).tokens.astype(np.int32)

@@ -6,24 +6,23 @@ requests never share a batch with sampled ones (vLLM on a CPU ignores all seeds 
 """
 
 import contextlib
-import functools
 import itertools
 import json
 import os
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from ptf.data.trajectory import Generation
-from ptf.data.trie import OVER, Trie, TrieCursor
+from ptf.config.backends import BackendName
+from ptf.data.trie import Trie
 from ptf.errors import UserError
-from ptf.model import bridge, hf_backend, model_files
+from ptf.model import model_files
+from ptf.model.backends import backend_of
 from ptf.model.peft_format import save
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.protocol import NOTHING, Progress, Request
@@ -35,9 +34,10 @@ from ptf.rl.weights.verification import Buckets, Manifest, Receipt, SyncError, c
 from ptf.workspace import scratch
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
-# for the parts of a tensor-parallel engine: a forked process has its parent's locks, but not the threads that hold them
-SPAWNED = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-QUIET = {
+ALWAYS = {
+    # for the parts of a tensor-parallel engine: a forked process has its parent's locks, but not the threads that hold
+    # them
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -50,8 +50,6 @@ CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_MLA_DISABLE": "1",  # its kernel of latent attention has one size of heads; without it, keys are expanded
 }
-# the CPU build's kernel rotates wrongly, or ends the process, where only a part of a head is rotated
-ROTATED = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 TRIE = "ptf_trie"  # in a request's extra arguments: the file of its trie
 CACHES = (
@@ -77,7 +75,7 @@ def engine_env(workdir: Path) -> dict[str, str]:
     All caches of vLLM are under `workdir`.
     """
     caches = {name: str(Path(workdir).absolute() / name.lower()) for name in CACHES}
-    return {**IN_PROCESS, **SPAWNED, **QUIET, **caches, **(CPU if on_cpu() else {})}
+    return {**IN_PROCESS, **ALWAYS, **caches, **(CPU if on_cpu() else {})}
 
 
 class VLLMEngine:
@@ -85,7 +83,7 @@ class VLLMEngine:
 
     `path` is a Hugging Face directory with config.json and safetensors; its tokenizer is not read. `version` is the
     policy step of those weights. `cpu_kv_cache_gib` is the size of the key-value cache on a CPU; on a GPU the cache
-    gets what the weights leave of `gpu_share` of its memory.
+    gets what the weights leave of `gpu_share` of its memory. `backend` is that of the policy, which sends the weights.
     """
 
     name = "vllm"
@@ -104,9 +102,10 @@ class VLLMEngine:
         lora_rank: int | None = None,
         constrained_decoding: bool = False,
         tensor: int = 1,
+        backend: BackendName = "ptf",
     ) -> None:
-        missing = [f"{k}={v}" for k, v in {**IN_PROCESS, **(CPU if on_cpu() else {})}.items() if os.environ.get(k) != v]
-        if missing:
+        needed = {**IN_PROCESS, **(CPU if on_cpu() else {})}
+        if missing := [f"{name}={value}" for name, value in needed.items() if os.environ.get(name) != value]:
             raise RuntimeError(f"vLLM needs a process of its own with {' '.join(missing)} (see engine_env)")
         from vllm import EngineArgs, LLMEngine  # here: it takes 6-8 s and reads the environment variables
 
@@ -118,7 +117,7 @@ class VLLMEngine:
         if tensor > 1:  # each part in a process of its own
             arguments |= {"tensor_parallel_size": tensor, "distributed_executor_backend": "mp"}
         if constrained_decoding:  # not always, because on a GPU vLLM then uses its older model runner
-            arguments["logits_processors"] = ["ptf.rl.engines.vllm_engine:OnlyAllowed"]
+            arguments["logits_processors"] = ["ptf.rl.engines.vllm_tries:OnlyAllowed"]
         if lora_rank is not None:
             arguments |= {
                 "enable_lora": True,
@@ -131,7 +130,11 @@ class VLLMEngine:
         contexts = contextlib.ExitStack()
         self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
         weakref.finalize(self, contexts.close)  # when the process ends, at the latest
-        self.names = expected_names(directory)
+        model = backend_of(backend).build(directory, head="lm")
+        # what a sync brings; and what it does not replace, such as a vision tower: vLLM keeps what it has loaded
+        self.names = model.hf_names()
+        with TensorFiles(directory) as files:
+            self.carried = model.carried_names(files)
         if version < 0 and "quantization_config" in model_files.read_config(directory):
             arguments |= unquantised(directory, self._directory / "model")
         with nothing_outlives_it() if tensor > 1 else contextlib.nullcontext():
@@ -143,31 +146,14 @@ class VLLMEngine:
         self._ids, self._queue = itertools.count(), deque[ResponseInProgress]()
         self._running: dict[str, ResponseInProgress] = {}
         self.stepper = Stepper(self)
+        self.generate, self.stream = self.stepper.generate, self.stepper.stream
         self._tries: dict[Trie, str] = {}  # each trie's file, for the process that samples
         self._adapted: set[str] | None = None  # the adapter's tensors
         self._adapter: Any = None  # the LoRARequest with which requests are answered
 
-    async def generate(self, request: Request) -> Generation:
-        """See RolloutEngine.
-
-        Raises ValueError for a request that cannot be served, SyncError after a weight sync that failed.
-        """
-        self._raise_if_unservable(request)
-        return await self.stepper.generate(request)
-
-    def stream(self, request: Request) -> AsyncGenerator[Progress]:
-        """See StreamingEngine. Raises what `generate` raises."""
-        self._raise_if_unservable(request)
-        return self.stepper.stream(request)
-
-    def _raise_if_unservable(self, request: Request) -> None:
-        self._raise_if_unusable(request.context)
-        if not (request.sampling.temperature == 0 or 0.01 <= request.sampling.temperature <= 2):
-            # below 0.01, vLLM would sample at 0.01
-            raise ValueError(f"vLLM samples at a temperature of 0 or 0.01…2, not {request.sampling.temperature}")
-
     def add(self, requests: Sequence[Request], streamed: Sequence[bool]) -> list[int]:
-        """See SteppingEngine."""
+        """See SteppingEngine. Raises SyncError after a weight sync that failed."""
+        self._raise_if_unusable()
         numbers = [next(self._ids) for _ in requests]
         self._queue += map(ResponseInProgress, numbers, requests, streamed)
         return numbers
@@ -199,10 +185,8 @@ class VLLMEngine:
         while self._queue and greedy in (None, self._queue[0].greedy):
             one = self._queue.popleft()
             try:
-                parameters = _parameters(one.request, self.max_model_len) | self._trie_parameters(
-                    one.request.sampling.trie
-                )
-                self._running[self._submit(one.request.context, one.streamed, **parameters)] = one
+                name = self._submit(one.request.context, one.streamed, **self._parameters(one.request))
+                self._running[name] = one
                 greedy = one.greedy
             except ValueError as error:  # the others continue
                 refused.append(Progress(one.number, *NOTHING, error=error))
@@ -226,6 +210,25 @@ class VLLMEngine:
             name, {"type": "token", "prompt_token_ids": tokens.tolist()}, sampling, lora_request=self._adapter
         )
         return name
+
+    def _parameters(self, request: Request) -> dict[str, Any]:
+        """Return the parameters of a request. Raises ValueError for one that cannot be served."""
+        self._raise_if_unusable(request.context)
+        sampling, seed = request.sampling, request.seed
+        if not (sampling.temperature == 0 or 0.01 <= sampling.temperature <= 2):
+            # below 0.01, vLLM would sample at 0.01
+            raise ValueError(f"vLLM samples at a temperature of 0 or 0.01…2, not {sampling.temperature}")
+        if request.offset:  # the later parts of a response cannot go on with its draws
+            seed = int(np.random.SeedSequence([seed, request.offset]).generate_state(1, np.uint32)[0])
+        return {
+            "temperature": sampling.temperature,
+            "stop_token_ids": list(sampling.stop),
+            "logprobs": 0,
+            "seed": seed if sampling.temperature else None,
+            "max_tokens": min(sampling.max_new_tokens, self.max_model_len - len(request.context)),
+            "top_p": sampling.top_p if sampling.temperature else 1.0,
+            **self._trie_parameters(sampling.trie),
+        }
 
     def _trie_parameters(self, trie: Trie | None) -> dict[str, Any]:
         """Return the parameters that restrict a request to its trie."""
@@ -261,9 +264,8 @@ class VLLMEngine:
         self._raise_if_unusable(*tokens)
         # one at a time: vLLM looks up the head's adapter once for each request, not for each token of the prompts
         with self.stepper.exclusively("compute prompt log-probs"):
-            if self._adapter:
-                return [self._prompt_logprobs([context])[0] for context in tokens]
-            return self._prompt_logprobs(tokens)
+            groups = [[context] for context in tokens] if self._adapter else [tokens]
+            return [logprobs for group in groups for logprobs in self._prompt_logprobs(group)]
 
     def _prompt_logprobs(self, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
         names = [self._submit(context, temperature=0.0, max_tokens=1, prompt_logprobs=0) for context in tokens]
@@ -277,9 +279,8 @@ class VLLMEngine:
         """See RolloutEngine."""
         with self.stepper.exclusively("load weights"):
             receipt = check(buckets, manifest, self.version)
-            sent = set(manifest.digests)
-            names = self.names if manifest.adapter is None else ExpectedNames(self._adapted or sent, frozenset())
-            if different := names.mismatches(sent):
+            sent = manifest.digests.keys()
+            if different := sent ^ (self.names if manifest.adapter is None else self._adapted or sent):
                 raise SyncError(
                     f"weight sync {manifest.version} refused: the model has other tensors than were sent, "
                     f"they differ in {sorted(different)[:5]}"
@@ -316,8 +317,7 @@ class VLLMEngine:
             self._forget_prefixes()
             # Level 1 keeps the weights in host memory; level 2 discards them, where a sync replaces all of them before
             # they are used again. An adapter replaces none, and tensors beside the language model are never sent.
-            carried = self.names.optional - self.names.required
-            level = 2 if self._weights_follow and not self.adapted and not carried else 1
+            level = 2 if self._weights_follow and not self.adapted and not self.carried else 1
             self.engine.sleep(level=level)
             self._asleep = {"weights", "kv_cache"}
             if level == 2:
@@ -399,7 +399,8 @@ def _device_arguments(directory: Path, max_model_len: int, cpu_kv_cache_gib: flo
         "enable_chunked_prefill": False,
         # its blocks have 128 tokens; it costs 10% of the time of short requests
         "enable_prefix_caching": max_model_len >= 256,
-        **(ROTATED if rotates_in_part(config) else {}),
+        # the CPU build's kernel rotates wrongly, or ends the process, where only a part of a head is rotated
+        **({"compilation_config": {"custom_ops": ["-rotary_embedding"]}} if rotates_in_part(config) else {}),
         # states in fp32, as in ptf's decoder, and as the kernels on a CPU need them
         **({"mamba_ssm_cache_dtype": "float32"} if has_states else {}),
     }
@@ -421,54 +422,6 @@ def max_lora_rank(rank: int, directory: Path, dtype: str) -> int:
     return next(supported for supported in LORA_RANKS if supported >= rank)
 
 
-class Restriction:
-    """Restricts one request to its trie; vLLM calls it with the sampled ids so far and the next logits, [V]."""
-
-    def __init__(self, trie: Trie) -> None:
-        self.walk, self.length = TrieCursor(trie), 0
-
-    def __call__(self, sampled: list[int], logits: Tensor) -> Tensor:
-        """Return the logits [vocabulary] with those of tokens that are not allowed next at minus infinity."""
-        if len(sampled) < self.length:  # vLLM has interrupted the request and starts it again
-            self.walk, self.length = TrieCursor(self.walk.trie), 0
-        for token in sampled[self.length :]:
-            self.walk.follow(token)
-        self.length = len(sampled)
-        if self.walk.state != OVER:
-            allowed = self.walk.allowed()
-            kept = logits[allowed]
-            logits.fill_(-float("inf"))[allowed] = kept
-        return logits
-
-
-_trie = functools.lru_cache(maxsize=8)(Trie.load)
-
-
-@functools.cache
-def _only_allowed() -> type:
-    from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-
-    class OnlyAllowed(AdapterLogitsProcessor):
-        def is_argmax_invariant(self) -> bool:
-            return False
-
-        def new_req_logits_processor(self, params: Any) -> Restriction | None:
-            path = (params.extra_args or {}).get(TRIE)
-            return Restriction(_trie(path)) if path else None
-
-    return OnlyAllowed
-
-
-def __getattr__(name: str) -> Any:
-    """Return `OnlyAllowed`, which vLLM imports by name.
-
-    Its base class is vLLM's, so it can only be defined once vLLM is imported.
-    """
-    if name == "OnlyAllowed":
-        return _only_allowed()
-    raise AttributeError(name)
-
-
 def import_model(directory: Path) -> None:
     """Import the model's class in this process.
 
@@ -481,52 +434,6 @@ def import_model(directory: Path) -> None:
             ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def _parameters(request: Request, max_model_len: int) -> dict[str, Any]:
-    sampling, seed = request.sampling, request.seed
-    if request.offset:  # the later parts of a response cannot go on with its draws
-        seed = int(np.random.SeedSequence([seed, request.offset]).generate_state(1, np.uint32)[0])
-    return {
-        "temperature": sampling.temperature,
-        "stop_token_ids": list(sampling.stop),
-        "logprobs": 0,
-        "seed": seed if sampling.temperature else None,
-        "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.context)),
-        "top_p": sampling.top_p if sampling.temperature else 1.0,
-    }
-
-
-@dataclass(frozen=True)
-class ExpectedNames:
-    """The tensors that a full sync brings: `required` without exception, and beside them any of `optional`."""
-
-    required: Set[str]
-    optional: Set[str]
-
-    def mismatches(self, sent: Set[str]) -> Set[str]:
-        """Return the names that are missing, and those that are not the model's."""
-        return (self.required - sent) | (sent - self.required - self.optional)
-
-
-def expected_names(directory: Path) -> ExpectedNames:
-    """Return the names of the tensors that a policy sends that was made of a checkpoint.
-
-    They are not the checkpoint's where it stores tensors packed (MXFP4: the policy sends their values), under other
-    prefixes, or beside the language model (a vision tower, which is not trained: vLLM keeps what it has loaded).
-    """
-    config = model_files.read_config(directory)
-    text = config.get("text_config") or {}
-    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    with TensorFiles(directory) as files:
-        stored = {name for name in files.names if not name.endswith("rotary_emb.inv_freq")}
-    stored -= {"lm_head.weight"} if tied else set()
-    try:
-        model = bridge.build(directory, head="lm")
-    except UserError:  # a model of transformers (model.backend: hf), whose policy sends what it trains of it
-        carried = hf_backend.build(directory, head="lm").carried_names(files)
-        return ExpectedNames(stored - carried, stored & carried)
-    return ExpectedNames(model.hf_names(), stored)
-
-
 def unquantised(directory: Path, without: Path) -> dict[str, Any]:
     """Return vLLM's arguments for a quantised checkpoint whose weights are replaced before anything is generated.
 
@@ -537,20 +444,3 @@ def unquantised(directory: Path, without: Path) -> dict[str, Any]:
     kept = {key: value for key, value in model_files.read_config(directory).items() if key != "quantization_config"}
     (without / "config.json").write_text(json.dumps(kept))
     return {"model": str(without), "load_format": "dummy"}
-
-
-def copied_without_loader(model: Any, loaded: Set[str]) -> list[str]:
-    """Return the parameters that a model reports as loaded in a reload, and of which no loader was called.
-
-    A loader may have had nothing to copy: of a small vocabulary, a rank of a tensor group can have padding only.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    return [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, layer in model.named_modules()
-        for name, parameter in layer.named_parameters(recurse=False)
-        if parameter.is_meta
-        and f"{prefix}.{name}".lstrip(".") in loaded
-        and name not in {called for called, _ in get_layerwise_info(layer).loaded_weights}
-    ]

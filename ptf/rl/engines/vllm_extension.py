@@ -8,17 +8,33 @@ it into its worker; it needs no import of vllm.
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
 
-from ptf.rl.engines.vllm_engine import copied_without_loader
 from ptf.rl.weights.streamed import Transfer
 from ptf.rl.weights.verification import SyncError
 
 tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which stays behind a worker process that is killed
+
+
+def copied_without_loader(model: Any, loaded: Set[str]) -> list[str]:
+    """Return the parameters that a model reports as loaded in a reload, and of which no loader was called.
+
+    A loader may have had nothing to copy: of a small vocabulary, a rank of a tensor group can have padding only.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, layer in model.named_modules()
+        for name, parameter in layer.named_parameters(recurse=False)
+        if parameter.is_meta
+        and f"{prefix}.{name}".lstrip(".") in loaded
+        and name not in {called for called, _ in get_layerwise_info(layer).loaded_weights}
+    ]
 
 
 @contextlib.contextmanager

@@ -10,9 +10,10 @@ import torch
 
 from ptf.model import bridge, model_files
 from ptf.model.tensor_files import TensorFiles
-from ptf.rl.engines.vllm_engine import expected_names, unquantised
+from ptf.rl.engines.stepper import Stepper
+from ptf.rl.engines.vllm_engine import VLLMEngine, unquantised
 from ptf.rl.engines.vllm_extension import forget_kernels_of_experts, refusing_lost_weights
-from ptf.rl.weights.verification import SyncError
+from ptf.rl.weights.verification import SyncError, manifest_of
 from tests.child import run_python
 from tests.model.published import fused_checkpoint, multimodal_checkpoint, mxfp4_checkpoint
 from tests.tiny import checkpoint
@@ -41,15 +42,16 @@ def sent(directory: Path) -> set[str]:
 
 
 def test_what_the_policy_sends_is_expected(directory):
-    names = expected_names(directory)
-    assert not names.mismatches(sent(directory))
+    assert bridge.build(directory, head="lm").hf_names() == sent(directory)
 
 
-def test_what_is_missing_or_of_another_model_is_a_fault(directory):
-    names, whole = expected_names(directory), sent(directory)
-    for name in whole:
-        assert names.mismatches(whole - {name}) == {name}
-    assert names.mismatches(whole | {"model.layers.99.mlp.up_proj.weight"}) == {"model.layers.99.mlp.up_proj.weight"}
+def test_what_is_missing_or_of_another_model_is_a_fault():
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.names, engine.version, engine.stepper = {"a", "b"}, 3, Stepper(engine)
+    for names, different in (("a", "b"), ("abc", "c")):
+        buckets = [[(name, torch.zeros(1)) for name in names]]
+        with pytest.raises(SyncError, match=rf"other tensors than were sent, they differ in \['{different}'\]"):
+            engine.load_weights(buckets, manifest_of(buckets, 4))
 
 
 def test_the_checkpoint_of_these_forms_stores_other_names(tmp_path):

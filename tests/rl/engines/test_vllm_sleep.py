@@ -7,7 +7,7 @@ import pytest
 
 from ptf.rl.engines import vllm_engine
 from ptf.rl.engines.stepper import Stepper
-from ptf.rl.engines.vllm_engine import ExpectedNames, VLLMEngine
+from ptf.rl.engines.vllm_engine import VLLMEngine
 from ptf.rl.weights.verification import Manifest, SyncError
 from tests.rl.engines.test_native import ask, contexts
 
@@ -37,7 +37,7 @@ def engine(monkeypatch) -> VLLMEngine:
     monkeypatch.setattr(vllm_engine, "on_cpu", lambda: False)
     made = VLLMEngine.__new__(VLLMEngine)
     made.engine = Recorded()
-    made.names = ExpectedNames(frozenset(), frozenset())
+    made.names, made.carried = set(), set()
     made.version, made.unusable, made.adapted, made._adapted = 3, None, False, None
     made._weights_follow, made._asleep, made.stepper = False, set(), Stepper(made)
     return made
@@ -66,7 +66,7 @@ def test_nothing_is_generated_from_weights_that_were_discarded(engine):
     engine.wake()
     (request,) = ask(contexts(1))
     with pytest.raises(SyncError, match="discarded its weights"):
-        asyncio.run(engine.generate(request))
+        asyncio.run(engine.stepper.generate(request))
     with pytest.raises(SyncError, match="discarded its weights"):
         engine.prompt_logprobs([])
     with pytest.raises(SyncError, match="a sync was lost"):
@@ -78,7 +78,7 @@ def test_nothing_is_generated_from_weights_that_were_discarded(engine):
 @pytest.mark.parametrize("kept", ["the base of an adapter", "what is not sent"])
 def test_what_a_sync_does_not_replace_is_kept(engine, kept):
     if kept == "what is not sent":
-        engine.names = ExpectedNames(frozenset(), frozenset({"vision_tower.weight"}))
+        engine.carried = {"vision_tower.weight"}
     else:
         engine.adapted = True
     engine.expect_weights()
