@@ -62,7 +62,11 @@ PACKAGES = {
         "ptf/rl/ray_cluster.py",
     ],
     "verl": ["ptf/compute/gang.py", "ptf/rl/ray_cluster.py"],
-    "vllm": ["ptf/rl/engines/vllm_engine.py"],
+    "vllm": [
+        "ptf/rl/engines/vllm_engine.py",
+        "ptf/rl/engines/vllm_extension.py",
+        "ptf/rl/engines/vllm_tries.py",
+    ],
     "transformers": [
         "ptf/data/tokenizer.py",
         "ptf/data/tokenizer_files.py",
@@ -256,7 +260,7 @@ def test_every_part_has_a_place_in_the_layers():
         (
             "ptf/rl/a.py",
             "try:\n    from vllm import LLM\nexcept ImportError: ...",
-            "ptf/rl/a.py:2  vllm.LLM: vllm may appear only in ptf/rl/engines/vllm_engine.py",
+            "ptf/rl/a.py:2  vllm.LLM: vllm may appear only in ptf/rl/engines/vllm_engine.py, ",
         ),
         ("ptf/train/a.py", "import steps.stages", "ptf/train/a.py:1  steps.stages: ptf may not import steps"),
         ("steps/a.py", "import torch", "steps/a.py:1  torch: torch may not be imported at module level here"),
