@@ -14,28 +14,24 @@ from torch import Tensor
 from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.kernels.attention import Attend, soft_cap_of, soft_capped
-from ptf.rl.engines.kv_cache import CachedAttend, DeltaCache, filling, places_of
+from ptf.rl.engines.kv_cache import CachedAttend, KeyValues
 from ptf.rl.engines.protocol import Progress
 from ptf.rl.engines.response import ResponseInProgress, distinct_contexts, sample
 
 BLOCK = 128  # the slots' length is a multiple of it
 
 
-class SlotCache:
+class SlotCache(KeyValues):
     """Keys and values of `lengths` tokens in each of the first `len(lengths)` slots; it grows when it must."""
 
     def __init__(self, c: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(c, 0, 0, device, dtype)
         self.lengths = np.zeros(0, np.int64)
-        self.place = places_of(c)
-        # keys; values: [layers with softmax attention, slots, kv_heads, length, D]
-        self.stored = [
-            torch.zeros(len(self.place), 0, c.kv_heads, 0, size, device=device, dtype=dtype)
-            for size in (c.head_dim, c.value_dim)
-        ]
-        self.delta = DeltaCache()  # by slot
 
-    def reserve(self, slots: int, length: int) -> None:
-        """Make room for so many slots of so many tokens."""
+    def append(self, lengths: Sequence[int], length: int) -> None:
+        """Occupy further slots with contexts of these lengths, with room for so many tokens in each."""
+        self.lengths = np.concatenate([self.lengths, np.asarray(lengths, np.int64)])
+        slots = len(self.lengths)
         _, have_slots, _, have_length, _ = self.stored[0].shape
         if slots <= have_slots and length <= have_length:
             return
@@ -45,16 +41,6 @@ class SlotCache:
             layers, _, heads, _, size = stored.shape
             self.stored[which] = stored.new_zeros(layers, slots, heads, length, size)
             self.stored[which][:, :have_slots, :, :have_length] = stored
-
-    def append(self, lengths: Sequence[int]) -> int:
-        """Occupy further slots with contexts of these lengths; return the first of them."""
-        first = len(self.lengths)
-        self.lengths = np.concatenate([self.lengths, np.asarray(lengths, np.int64)])
-        return first
-
-    def prefill(self, slots: Tensor, segments: Tensor, positions: Tensor) -> Attend:
-        """Attend inside each context, and store the keys and values of context i in slot `slots[i]`."""
-        return filling(self.stored, self.place, self.delta, segments, positions, slots)
 
     def copy(self, source: int, target: int) -> None:
         """Copy the tokens of a slot to another one."""
@@ -151,12 +137,12 @@ class ContinuousBatch:
             return
         self.waiting = self.waiting[len(admitted) :]
         longest = max(len(a.request.context) + a.request.sampling.max_new_tokens for a in admitted)
-        self.cache.reserve(len(self.responses) + len(admitted), longest)
-        first = self.cache.append([len(a.request.context) for a in admitted])
+        first = len(self.responses)
+        self.cache.append([len(a.request.context) for a in admitted], longest)
         contexts, which = distinct_contexts([response.request for response in admitted])
         slots = [first + which.index(i) for i in range(len(contexts))]  # of each context: that of its first request
         rows = torch.tensor(slots, device=self.device)
-        logits = self.prefill(contexts, lambda segments, positions: self.cache.prefill(rows, segments, positions))
+        logits = self.prefill(contexts, lambda *places: self.cache.prefill(*places, rows))
         for slot, i in enumerate(which, first):
             if slots[i] != slot:
                 self.cache.copy(slots[i], slot)

@@ -84,7 +84,13 @@ class HFNativeEngine(NativeEngine):
     def answer(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer a batch of requests to the end. Raises ValueError for a response that could be longer than rotary
         frequencies that change with the length allow."""
-        self._raise_if_switching(requests)
+        limit = cast("Any", self.model).switches_at
+        longest = max(len(r.context) + r.sampling.max_new_tokens for r in requests)
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"with longrope, transformers computes other logits beyond {limit} tokens, and prompt and response may "
+                f"take {longest}; lower data.seq_len and max_new_tokens, or use vllm"
+            )
         if self.why_uncached:
 
             def recomputed(live: Sequence[ResponseInProgress], *_: object) -> Tensor:
@@ -110,15 +116,6 @@ class HFNativeEngine(NativeEngine):
             return batch.step(last[:, None])[rows]
 
         return self.sampled(requests, batch.logits, cached)
-
-    def _raise_if_switching(self, requests: Sequence[Request]) -> None:
-        limit = cast("Any", self.model).switches_at
-        longest = max(len(r.context) + r.sampling.max_new_tokens for r in requests)
-        if limit is not None and longest > limit:
-            raise ValueError(
-                f"with longrope, transformers computes other logits beyond {limit} tokens, and prompt and response may "
-                f"take {longest}; lower data.seq_len and max_new_tokens, or use vllm"
-            )
 
     def levels(
         self, contexts: Sequence[np.ndarray], trie: Trie, beam: int

@@ -6,7 +6,7 @@ attention).
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,65 +31,58 @@ class CachedAttend:
         return self.attention(layer, q, k, v)
 
 
-def filling(
-    stored: Sequence[Tensor],
-    place: Mapping[int, int],
-    states: "DeltaCache",
-    segments: Tensor,
-    positions: Tensor,
-    slots: Tensor | None = None,
-) -> CachedAttend:
-    """Attend inside each context; leave the keys and values of context i in row `slots[i]` of what is `stored` of the
-    layer at each `place`, by default row i, and what linear attention keeps in the same row of `states`."""
-    inside = inside_documents(segments, positions)
-    real = segments.reshape(-1) >= 0
-    row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
-    row = row if slots is None else slots[row]
+class KeyValues:
+    """Keys and values of `rows` rows of at most `length` tokens, and what linear attention keeps of each row."""
 
-    def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        for kept, values in zip(stored, (k, v), strict=True):
-            kept[place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(kept.dtype)
-        return inside(layer, q, k, v)
+    def __init__(self, c: DecoderConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        with_keys = [i for i, kind in enumerate(c.layers) if not kind.delta]
+        self.place = {layer: place for place, layer in enumerate(with_keys)}
+        # keys; values: [layers with softmax attention, rows, kv_heads, length, D]
+        self.stored = [
+            torch.zeros(len(self.place), rows, c.kv_heads, length, size, device=device, dtype=dtype)
+            for size in (c.head_dim, c.value_dim)
+        ]
+        self.delta = DeltaCache()
 
-    @functools.cache
-    def packed() -> tuple[PackedDelta, Tensor]:
-        contexts = segments[segments >= 0].unique()
-        return PackedDelta(segments, positions), contexts if slots is None else slots[contexts]
+    def prefill(self, segments: Tensor, positions: Tensor, slots: Tensor | None = None) -> CachedAttend:
+        """Attend inside each context, and store what is kept of context i in row `slots[i]`, by default row i."""
+        inside = inside_documents(segments, positions)
+        real = segments.reshape(-1) >= 0
+        row, at = segments.reshape(-1)[real], positions.reshape(-1)[real]
+        row = row if slots is None else slots[row]
 
-    def delta(layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        rule, rows = packed()
-        out, after = rule(layer, qkv, decay, beta)
-        states.put(layer, rows, windows(qkv, rule.chunks, layer.conv.weight.shape[-1]), after)
-        return out
+        def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for kept, values in zip(self.stored, (k, v), strict=True):
+                kept[self.place[layer.layer]][row, :, at] = values.flatten(0, 1)[real].to(kept.dtype)
+            return inside(layer, q, k, v)
 
-    return CachedAttend(attend, delta)
+        @functools.cache
+        def packed() -> tuple[PackedDelta, Tensor]:
+            contexts = segments[segments >= 0].unique()
+            return PackedDelta(segments, positions), contexts if slots is None else slots[contexts]
+
+        def delta(layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+            rule, rows = packed()
+            out, after = rule(layer, qkv, decay, beta)
+            self.delta.put(layer, rows, windows(qkv, rule.chunks, layer.conv.weight.shape[-1]), after)
+            return out
+
+        return CachedAttend(attend, delta)
 
 
-def places_of(c: DecoderConfig) -> dict[int, int]:
-    """Return the place of each layer with softmax attention in a cache of keys and values."""
-    return {layer: place for place, layer in enumerate(i for i, kind in enumerate(c.layers) if not kind.delta)}
+class Cache(KeyValues):
+    """Keys and values of contexts with these lengths, and of `new` tokens of each response (`map_contexts`).
 
-
-class Cache:
-    """Keys and values of contexts with these lengths, and of `new` tokens of each response (`map_contexts`)."""
+    What linear attention keeps is of contexts, then of responses.
+    """
 
     def __init__(
         self, c: DecoderConfig, lengths: Sequence[int], new: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        super().__init__(c, len(lengths), max(lengths), device, dtype)
         self.lengths = torch.tensor(lengths, device=device)  # [contexts]
-        self.place = places_of(c)
-        self.delta = DeltaCache()  # of contexts, then of responses
-        # keys; values: [layers with softmax attention, contexts, kv_heads, longest, D]
-        self.context = [
-            torch.zeros(len(self.place), len(lengths), c.kv_heads, max(lengths), size, device=device, dtype=dtype)
-            for size in (c.head_dim, c.value_dim)
-        ]
         # keys; values: [layers with softmax attention, responses, kv_heads, new, D]
-        self.answers = [t.new_zeros(len(self.place), 0, c.kv_heads, new, t.shape[-1]) for t in self.context]
-
-    def prefill(self, segments: Tensor, positions: Tensor) -> Attend:
-        """Attend inside each context and store its keys and values in row `segments`."""
-        return filling(self.context, self.place, self.delta, segments, positions)
+        self.answers = [t.new_zeros(len(self.place), 0, c.kv_heads, new, t.shape[-1]) for t in self.stored]
 
     def map_contexts(self, which: Tensor) -> None:
         """Begin n responses to the contexts with these indices, [n]."""
@@ -132,26 +125,26 @@ class Cache:
         if not torch.equal(needed, torch.arange(len(self.lengths), device=needed.device)):
             self.lengths = self.lengths[needed]
             longest = int(self.lengths.max())
-            self.context = [t[:, needed, :, :longest] for t in self.context]
+            self.stored = [t[:, needed, :, :longest] for t in self.stored]
         self.index = self.owner * self.width + self.slot  # of each response, among `width` for each context
 
     def step(self, turn: int) -> Attend:
         """Attend from new token `turn` of every response to all tokens before it."""
-        at = torch.arange(self.context[0].shape[3], device=self.lengths.device)
+        at = torch.arange(self.stored[0].shape[3], device=self.lengths.device)
         after = at >= self.lengths[:, None]  # [contexts, longest]
         ragged = bool(after.any())
 
         def attend(layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             place = self.place[layer.layer]
-            for stored, values in zip(self.answers, (k, v), strict=True):
-                stored[place][:, :, turn] = values[:, 0]
+            for kept, values in zip(self.answers, (k, v), strict=True):
+                kept[place][:, :, turn] = values[:, 0]
             first, hidden = 0, after if ragged else None
             if layer.window is not None:
                 first = max(0, turn + 1 - layer.window)
                 hidden = after | (self.lengths[:, None] + turn - at >= layer.window)
             n, _, heads, size = q.shape
             # a cache of bf16 is computed with in fp32
-            context = [t[place].float() for t in self.context]
+            context = [t[place].float() for t in self.stored]
             answers = [t[place][:, :, first : turn + 1].float() for t in self.answers]
             kv_heads, new = answers[0].shape[1:3]
             query = (q[:, 0].float() * layer.scale).view(n, kv_heads, heads // kv_heads, size)

@@ -80,8 +80,8 @@ class NativeEngine:
             if continuous
             else None
         )
-        if device.type == "cuda":
-            self.warm_up()
+        if device.type == "cuda":  # compile attention for the one shape in which contexts are computed
+            self.prompt_logprobs([np.zeros(2, np.int32)])
 
     def load_model(
         self, directory: Path, device: torch.device, dtype: torch.dtype, factory: LayerFactory | None, seed: int
@@ -245,10 +245,6 @@ class NativeEngine:
                 group = []
             group.append(context)
         yield group
-
-    def warm_up(self) -> None:
-        """Compile attention for the one shape in which contexts are computed (on a GPU)."""
-        self.prompt_logprobs([np.zeros(2, np.int32)])
 
     def _logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return self.model(tokens, positions, positions, lambda x, head: head.logits(x[:, 0]), attend)

@@ -95,7 +95,7 @@ def test_however_answers_are_spread_little_more_is_computed(counts: list[int], r
     which = [context for context, count in enumerate(counts) for _ in range(count)]
     random.shuffle(which)
     cache = Cache(model_of("qwen3").config, [2] * len(counts), 1, torch.device("cpu"), torch.float32)
-    cache.context[0] += torch.arange(len(counts))[:, None, None, None]  # each is known by its number
+    cache.stored[0] += torch.arange(len(counts))[:, None, None, None]  # each is known by its number
     cache.map_contexts(torch.tensor(which))
     if len(set(counts)) == 1:
         assert len(cache.lengths) == len(counts), "groups of one size need no copy"
@@ -103,7 +103,7 @@ def test_however_answers_are_spread_little_more_is_computed(counts: list[int], r
     live = list(which)
     while True:
         assert cache.index.unique().numel() == len(live), "each has a place of its own"
-        assert cache.context[0][0, cache.owner, 0, 0, 0].tolist() == live
+        assert cache.stored[0][0, cache.owner, 0, 0, 0].tolist() == live
         assert len(cache.lengths) * cache.width <= 3 * len(live)
         if len(live) == 1:
             break

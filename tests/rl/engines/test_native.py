@@ -113,7 +113,7 @@ def test_with_passes_of_one_shape_responses_are_the_same_and_the_warm_up_has_tha
     engine = NativeEngine(str(directory), prefill_tokens=64, **kwargs)
     shapes: list[tuple[int, ...]] = []
     engine.model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    engine.warm_up()
+    engine.prompt_logprobs([np.zeros(2, np.int32)])
     (warmed,) = set(shapes)
     assert warmed == (1, 64)
     several = [*contexts(12), *contexts(3, seed=1)]  # some 240 tokens

@@ -21,10 +21,9 @@ def furthest(model: Decoder, confused: bool = False, dtype: torch.dtype = torch.
 
     def join(lengths: list[int]) -> None:
         contexts = [rng.integers(0, model.config.vocab, n) for n in lengths]
-        cache.reserve(len(texts) + len(contexts), max(lengths) + 9)
-        first = cache.append(lengths)
-        batch, slots = packed(contexts), torch.arange(first, first + len(contexts))
-        attend = cache.prefill(slots, batch.segments, batch.positions)
+        cache.append(lengths, max(lengths) + 9)
+        batch, slots = packed(contexts), torch.arange(len(texts), len(texts) + len(contexts))
+        attend = cache.prefill(batch.segments, batch.positions, slots)
         model(batch.tokens, batch.positions, batch.segments, lambda x, head: x, attend)
         texts.extend(contexts)
 
