@@ -55,7 +55,7 @@ class Progress:
     sampled_ids: np.ndarray  # [n] int32, sampled since the last Progress of this request
     logprobs: np.ndarray  # [n] float32
     generation: Generation | None = None  # the whole response, once it has ended
-    error: Exception | None = None  # the reason if the request cannot be served
+    error: BaseException | None = None  # the reason if the request cannot be served
 
 
 def edges_of(trie: Trie) -> Edges:
@@ -134,11 +134,11 @@ def generate_all(engine: GeneratingEngine, requests: Iterable[Request], timeout_
     return run_coroutine(run())
 
 
-Ask = Callable[[Request], Awaitable[Generation]]
-
-
 async def answered(
-    engine: GeneratingEngine, request: Request, vocabulary: int | None, ask: Ask | None = None
+    engine: GeneratingEngine,
+    request: Request,
+    vocabulary: int | None,
+    ask: Callable[[Request], Awaitable[Generation]] | None = None,
 ) -> Generation:
     """Return an engine's response to a request; `ask` asks it, by default its `generate`.
 

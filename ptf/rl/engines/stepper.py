@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 
 from ptf.data.trajectory import Generation
-from ptf.rl.engines.protocol import Progress, Request
+from ptf.rl.engines.protocol import NOTHING, Progress, Request
 
 ENDS_WITHIN_S = 60.0  # a step that still runs when all its requests were aborted
 
@@ -47,12 +47,11 @@ class Submission:
     request: Request
     streamed: bool
     loop: asyncio.AbstractEventLoop  # in which `receive` is called
-    receive: Callable[[Progress | BaseException], None]
-    number: int | None = None  # the engine's
+    receive: Callable[[Progress], None]
     aborted: bool = False
 
 
-Item = tuple[Submission, Progress | BaseException]  # what is new of which
+Item = tuple[Submission, Progress]  # what is new of which
 
 
 def receive(items: Sequence[Item]) -> None:
@@ -76,7 +75,6 @@ class Stepper:
         self.changed = threading.Condition()
         self.arriving: list[Submission] = []  # until the event loop runs `_start`
         self.inbox: list[list[Submission]] = []  # those that arrived together
-        self.aborted: list[Submission] = []
         self.running: dict[int, Submission] = {}  # by the engine's number
         self.thread: threading.Thread | None = None
         self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -92,7 +90,7 @@ class Stepper:
 
         Closing the generator aborts the request.
         """
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[Progress | BaseException]()
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[Progress]()
         submission = Submission(request, streamed, loop, news.put_nowait)
         with self.changed:
             self.arriving.append(submission)
@@ -101,16 +99,13 @@ class Stepper:
         try:
             while True:
                 item = await news.get()
-                if isinstance(item, BaseException):
-                    raise item
+                if item.error is not None:
+                    raise item.error
                 yield item
                 if item.generation is not None:
                     return
         finally:
-            with self.changed:
-                submission.aborted = True
-                if submission.number in self.running:
-                    self.aborted.append(submission)
+            submission.aborted = True
 
     @contextlib.contextmanager
     def exclusively(self, what: str) -> Iterator[None]:
@@ -143,17 +138,16 @@ class Stepper:
         while True:
             with self.changed:
                 groups, self.inbox = self.inbox, []
-                aborted, self.aborted = self.aborted, []
                 if not groups and not self.running:
                     self.thread = None
                     self.changed.notify_all()
                     return
             try:
-                self._drop(aborted)
+                self._drop()
                 for group in groups:
                     self._admit(group)
                 if self.running:
-                    self._deliver([(progress.number, progress) for progress in self.engine.step()])
+                    self._deliver(self.engine.step())
             except BaseException as error:  # whatever it is: callers would wait for ever
                 self._fail(error, [submission for group in groups for submission in group])
 
@@ -163,27 +157,23 @@ class Stepper:
             return
         numbers = self.engine.add([one.request for one in wanted], [one.streamed for one in wanted])
         with self.changed:
-            for submission, number in zip(wanted, numbers, strict=True):
-                submission.number, self.running[number] = number, submission
-            self.aborted += [submission for submission in wanted if submission.aborted]  # meanwhile
+            self.running |= dict(zip(numbers, wanted, strict=True))
 
-    def _deliver(self, news: Sequence[tuple[int, Progress | BaseException]]) -> None:
+    def _deliver(self, news: Sequence[Progress]) -> None:
         """Give the callers what is new; a request whose response is whole, or that failed, is served no longer."""
         items = list[Item]()
         try:
             with self.changed:
-                for number, item in news:
-                    if isinstance(item, Progress) and item.error is not None:
-                        item = item.error
-                    items.append((self.running[number], item))
-                    if isinstance(item, BaseException) or item.generation is not None:
-                        del self.running[number]
+                for item in news:
+                    items.append((self.running[item.number], item))
+                    if item.error is not None or item.generation is not None:
+                        del self.running[item.number]
         finally:  # also what came before an answer to no request
             hand_over(items)
 
-    def _drop(self, aborted: Sequence[Submission]) -> None:
-        """Abort what is left of the submissions that nobody waits for."""
-        numbers = [one.number for one in aborted if one.number is not None and one.number in self.running]
+    def _drop(self) -> None:
+        """Abort the submissions that nobody waits for."""
+        numbers = [number for number, one in self.running.items() if one.aborted]
         if numbers:
             self.engine.abort(numbers)
         with self.changed:
@@ -196,8 +186,9 @@ class Stepper:
         if isinstance(error, ValueError):
             error = RuntimeError(f"the engine failed while generating: {error!r}")
             error.__cause__ = cause
-        numbers = list(self.running)
+        news = [Progress(number, *NOTHING, error=error) for number in self.running]
+        waiting = [one for one in submissions if not one.aborted and one not in self.running.values()]
         with contextlib.suppress(Exception):  # the engine has failed already
-            self.engine.abort(numbers)
-        self._deliver([(number, error) for number in numbers])
-        hand_over([(one, error) for one in submissions if one.number is None and not one.aborted])
+            self.engine.abort([*self.running])
+        self._deliver(news)
+        hand_over([(one, Progress(-1, *NOTHING, error=error)) for one in waiting])
