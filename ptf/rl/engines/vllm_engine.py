@@ -231,7 +231,6 @@ class VLLMEngine:
         }
 
     def _trie_parameters(self, trie: Trie | None) -> dict[str, Any]:
-        """Return the parameters that restrict a request to its trie."""
         if trie is None:
             return {}
         if not self.constrained_decoding:

@@ -36,18 +36,18 @@ class Build(NamedTuple):
 
 
 TORCHVISION = Defect("its module needs torchvision, which cannot be installed beside the CPU build", loads=False)
-FP32_STATES = Defect("its kernel of linear attention computes in bf16 alone")
-FP32_SINKS = Defect("its kernel of attention has sinks in bf16 alone")
-LOST_EXPERTS = Defect("a weight sync does not reach its experts and sinks", cpu_only=False, synced_only=True)
 BOTH = ("fp32", "bf16")
 WRONG: Mapping[str, Mapping[str, Defect]] = {
     "gemma3": dict.fromkeys(BOTH, TORCHVISION),
-    "gpt_oss": {"fp32": FP32_SINKS, "bf16": LOST_EXPERTS},
+    "gpt_oss": {
+        "fp32": Defect("its kernel of attention has sinks in bf16 alone"),
+        "bf16": Defect("a weight sync does not reach its experts and sinks", cpu_only=False, synced_only=True),
+    },
     "qwen3_5_text": dict.fromkeys(BOTH, TORCHVISION),
     "qwen3_5": dict.fromkeys(BOTH, TORCHVISION),
     "qwen3_5_moe_text": dict.fromkeys(BOTH, TORCHVISION),
     "qwen3_5_moe": dict.fromkeys(BOTH, TORCHVISION),
-    "qwen3_next": {"fp32": FP32_STATES},
+    "qwen3_next": {"fp32": Defect("its kernel of linear attention computes in bf16 alone")},
     "mistral3": dict.fromkeys(BOTH, TORCHVISION),
 }
 """model_type → precision → what is wrong. A family or a precision that is not here is right, or not ptf's."""
