@@ -167,9 +167,6 @@ soak: setup                              ## 10,000 SFT steps and 3,000 GRPO step
 faults: setup                            ## faults in rewards, environments and engines, on where the ledger ends (NIGHTLY=1: others); writes benchmarks/results/faults.md
 	$(PY) benchmarks/faults.py $(if $(NIGHTLY),--trials 100 --ray 1 --anew)
 
-mutations: setup                         ## 150 small faults put into ptf, and the tests that run their lines; root on Linux; writes benchmarks/results/mutations.md
-	$(PY) benchmarks/mutations.py --jobs $(or $(JOBS),2)
-
 same-bits: setup                         ## final weights and metrics of tiny jobs of every kind beside those on record
 	$(PY) benchmarks/same_bits.py
 
