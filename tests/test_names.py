@@ -19,7 +19,7 @@ from ptf.errors import UserError
 from ptf.model import model_files
 from ptf.model.tensor_files import TensorFiles
 from ptf.run import run
-from ptf.storage import file_verification, published_versions
+from ptf.storage import file_verification
 from steps.stages import prepare
 from tests.tiny import arithmetic, checkpoint
 
@@ -93,13 +93,6 @@ def test_what_is_copied_from_a_store_stays_in_the_copy(tmp_path):
     finally:
         del files.store["/names/model/../../escaped"]
     assert not list(tmp_path.rglob("escaped"))
-
-
-def test_a_version_is_a_name(tmp_path):
-    for name in ("..", "../x", "a/b", ""):
-        (tmp_path / published_versions.POINTER).write_text(json.dumps({"version": name}))
-        with pytest.raises(storage.Corrupt, match="is not a pointer"):
-            published_versions.latest(str(tmp_path))
 
 
 def test_a_stray_directory_beside_checkpoints_is_left_alone_and_said(tmp_path, capsys):

@@ -146,28 +146,24 @@ def test_what_is_not_whole_is_not_gone_back_to(tmp_path):
     assert pointer(root) == Pointer("b", ("a",))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        '"a"',
-        "{}",
-        '{"version": 3}',
-        '{"version": ""}',
-        '{"version": "../a"}',
-        '{"version": "a", "before": 3}',
-    ],
-)
-def test_a_pointer_that_cannot_be_read_is_named(tmp_path, text):
+UNREADABLE = [b"\xff\xfe", None]  # no text, and a directory
+NO_POINTERS = [*UNREADABLE, b"", b"{", b"[]", b'"a"', b"{}", b"[" * 100_000, b'{"version": "a", "before": 3}']
+NO_POINTERS += [json.dumps({"version": name}).encode() for name in (3, "", "..", "../a", "a/b")]
+
+
+@pytest.mark.parametrize("content", NO_POINTERS)
+def test_a_pointer_that_cannot_be_read_is_named(tmp_path, content, capsys):
     root = str(tmp_path / "published")
     version(root, "a", tmp_path)
-    (Path(root) / "latest.json").write_text(text)
+    file = Path(root) / published_versions.POINTER
+    file.mkdir() if content is None else file.write_bytes(content)
     for ask in (pointer, latest, roll_back):
-        with pytest.raises(Corrupt, match=r"latest.json is not a pointer"):
+        with pytest.raises(Corrupt, match=r"latest\.json .*--rollback VERSION writes it anew"):
             ask(root)
-    assert roll_back(root, "a") == pointer(root) == Pointer("a"), "which writes it anew"
+    assert cli.main(["publish", root, "--list"]) == 2
+    assert "latest.json" in capsys.readouterr().err
+    if content not in UNREADABLE:
+        assert roll_back(root, "a") == pointer(root) == Pointer("a"), "which writes it anew"
 
 
 def test_a_pointer_to_nothing_is_named(tmp_path):
