@@ -52,16 +52,8 @@ def caught(mistake: Mistake) -> bool:
         return not all(case.passed for case in verify(mistake.model_type, configs=12, change=mistake.model))
 
 
-DENSE = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "granite",
-    "smollm3",
-)  # whose mistakes are tried on a checkpoint
-
-
+# whose mistakes are tried on a checkpoint
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "granite", "smollm3")
 NO_EFFECT = "without effect"
 
 

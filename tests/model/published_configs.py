@@ -2,9 +2,15 @@
 how many parameters its model card tells of, in thousands of millions (of the language model, where there is more).
 Written from memory of the files."""
 
+import random
 from typing import Any
 
+from ptf.model.families import MODULES, family_of
+
 Config = dict[str, Any]
+TEXTS = [  # families of models that read text alone
+    name for name in MODULES if "text_config" not in family_of({"model_type": name}).random_config(random.Random(0))
+]
 EVERY_FOURTH = [int((i + 1) % 4 != 0) for i in range(36)]
 
 
