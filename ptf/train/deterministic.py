@@ -33,21 +33,18 @@ class DeterministicTrainer(Trainer):
         raise_if_other_packages(model.kernels, world)  # each rank loaded a model of its own
         torch.set_num_threads(1)  # the order of additions depends on the number of threads
 
-    def raise_if_large(self, sequences: int) -> None:
-        """Raise UserError if the gradients of this rank's sequences need more than 4 GiB."""
-        size = sequences * sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, sequences: Sequence[int]) -> Means:
+        """Leave the gradient of the mean loss in the parameters, summed in the order of the sequences. Raises UserError
+        if the gradients of this rank's sequences need more than 4 GiB."""
+        world, parameters = self.world, [p for p in self.model.parameters() if p.requires_grad]
+        assert all(len(batch.tokens) == 1 for batch in micro), "one sequence a batch"
+        size = len(micro) * sum(p.numel() * p.element_size() for p in parameters)
         if size > MAX_GRADIENT_BYTES:
             raise UserError(
                 f"train.deterministic keeps a gradient for each sequence, {size / 2**30:.1f} GiB on every worker here, "
                 f"and allows at most {MAX_GRADIENT_BYTES / 2**30:g}: "
                 "lower train.global_batch_sequences, or turn train.deterministic off"
             )
-
-    def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, sequences: Sequence[int]) -> Means:
-        """Leave the gradient of the mean loss in the parameters, summed in the order of the sequences."""
-        world, parameters = self.world, [p for p in self.model.parameters() if p.requires_grad]
-        assert all(len(batch.tokens) == 1 for batch in micro), "one sequence a batch"
-        self.raise_if_large(len(micro))
         # for each sequence of the global step: its rank, and its index among that rank's sequences
         owners: list[tuple[int, int]] = [(0, 0)] * (len(sequences) * world.size)
         for rank, numbers in enumerate(self.world.all_gather_object(list(sequences))):

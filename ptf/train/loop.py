@@ -26,7 +26,7 @@ from ptf.train.dataloading import planned_steps
 from ptf.train.export import MODEL, export
 from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.optim import Schedule
-from ptf.train.parts import Parts, build
+from ptf.train.parts import Parts
 from ptf.train.step_metrics import StepMeter
 from ptf.train.validate import EarlyStopping, held_out_metrics
 from ptf.train.warm_up import in_passes, warm_up
@@ -44,7 +44,7 @@ def train_offline(job: Job, world: World, run: Path, lease: Lease) -> None:
     with progress.stage("train") if world.leads else nullcontext():
         try:
             with world.clock.phase("loading"):
-                loop = Loop(build(job, world, run, lease))
+                loop = Loop(Parts(job, world, run, lease))
             with closing(loop), sigterm_stops(run):
                 loop.fit()
         except torch.OutOfMemoryError as error:
@@ -71,7 +71,7 @@ class Loop:
         # warm-up and decay are shares of the configured run; its end may have been moved nearer before this resume
         parts.trainer.schedule = Schedule.of(job.train, job.train.steps or self.planned)
         self.track: Tracker | None = None
-        self.ends = self.end_at(self.planned)
+        self.end_at(self.planned)
         if world.leads:
             self.track = Tracker(
                 parts.run, job.track, resumed=self.step, steps=self.ends, lease=parts.lease, expected=rows
@@ -141,11 +141,10 @@ class Loop:
         directory = _write_documents(parts.run, self.step + 1, micro, parts.tokenizer, world)
         if parts.job.train.on_nonfinite == "stop" or self.skipped >= MOST_NONFINITE:
             repeats = f", {self.skipped} times in a row" if self.skipped > 1 else ""
-            advice = (
-                "continue this run with train.on_nonfinite: skip, or start one with a lower train.lr or "
-                "train.max_grad_norm"
-            )
-            raise UserError(f"{error}{repeats}. The documents of this step are in {directory}; {advice}") from error
+            raise UserError(
+                f"{error}{repeats}. The documents of this step are in {directory}; continue this run with "
+                "train.on_nonfinite: skip, or start one with a lower train.lr or train.max_grad_norm"
+            ) from error
         if world.leads:
             print(f"{error}; the step is skipped. Its documents are in {directory}", flush=True)
         return {"nonfinite_step_skipped": 1.0}
@@ -168,22 +167,20 @@ class Loop:
             and train.lr_decay_at_loss
             and losses[f"loss/{next(iter(parts.held_out))}"] <= train.lr_decay_at_loss
         ):
-            self.ends = self.end_at(min(self.ends, self.step + 1 + (parts.trainer.schedule.decay or 0)))
+            self.end_at(min(self.ends, self.step + 1 + (parts.trainer.schedule.decay or 0)))
         if self.early_stopping and self.early_stopping(losses):
-            self.ends = self.end_at(self.step + 1)
+            self.end_at(self.step + 1)
             if parts.world.leads:
                 watched, times = self.early_stopping.metric, self.early_stopping.patience
                 print(f"train: {watched} has not improved {times} times in a row: training stops now", flush=True)
         return losses
 
-    def end_at(self, ends: int) -> int:
-        """Have the run end after that many steps, which are returned."""
-        parts = self.parts
-        parts.saves.steps = ends
-        parts.trainer.schedule = replace(parts.trainer.schedule, steps=ends)
+    def end_at(self, ends: int) -> None:
+        """Have the run end after that many steps."""
+        self.ends = self.parts.saves.steps = ends
+        self.parts.trainer.schedule = replace(self.parts.trainer.schedule, steps=ends)
         if self.track:
             self.track.steps = ends
-        return ends
 
     def restore(self) -> tuple[int, int, dict[str, Any] | None] | None:
         """Continue from the newest checkpoint that verifies.
@@ -197,8 +194,9 @@ class Loop:
             return None
         step, path, manifest = newest
         raise_if_fixed_keys_changed(loads(manifest["job"]), parts.job)
-        accepted = parts.job.checkpoint.accept_version_changes
-        provenance.raise_if_different(manifest["made_with"], parts.made_with, path, accepted, world.leads)
+        provenance.raise_if_different(
+            manifest["made_with"], parts.made_with, path, parts.job.checkpoint.accept_version_changes, world.leads
+        )
         with trainer.whole_optimizer():
             checkpoint.load_tensors(path, trainer.model, trainer.optimizer, world)
         partitions: dict[str, Any] = {}
@@ -269,8 +267,7 @@ def export_run(parts: Parts, ends: int) -> None:
         provenance.write(parts.run, parts.made_with)
     export(model, source.directory, merged, world, source.tokenizer_path)
     if source.section.lora:
-        precision = job.train.precision
-        export_adapter(model, source.directory, merged, world, source.section, precision)
+        export_adapter(model, source.directory, merged, world, source.section, job.train.precision)
 
 
 def warm_up_run(parts: Parts) -> None:

@@ -23,6 +23,12 @@ class StepMeter:
         self.flops = [Flops.of(model), *map(forward_flops, frozen_models.values())]
         self.peak = self.measured_peak()
         self.said = set[str]()
+        # counts, by metric, of jobs that allow samples to be cut or rows to be skipped; tokenized data has them in its
+        # manifest instead
+        self.counted: dict[str, str] = {}
+        if any(source.kind != "tokenized" for source in job.data.sources.values()):
+            self.counted |= {"shortened_samples": "truncated"} if job.data.too_long in ("truncate", "split") else {}
+            self.counted |= {"bad_rows": "bad"} if job.data.max_bad_rows_share else {}
 
     def measured(
         self, metrics: dict[str, float], micro: Sequence[Batch], began: float, stopping: bool
@@ -42,12 +48,11 @@ class StepMeter:
                 metrics[f"source_loss/{name}"] /= share
             else:  # the source is the only one, or has no documents in this step
                 metrics.pop(f"source_loss/{name}", None)
-        reported = [names for names, applies in COUNTED.items() if applies(job)]
         without_samples, rows, *counts = world.sum(
-            [self.loader.counts[name] for name in ("rows_without_samples", "rows", *(count for _, count in reported))]
+            [self.loader.counts[name] for name in ("rows_without_samples", "rows", *self.counted.values())]
         ).tolist()
         metrics["unused_rows_share"] = without_samples / max(1.0, rows)
-        metrics |= dict(zip((metric for metric, _ in reported), counts, strict=True))
+        metrics |= dict(zip(self.counted, counts, strict=True))
         spent = time.perf_counter() - began
         # the maxima are over all ranks, including those of one tensor-parallel group
         any_stopping, peak_memory, longest = world.maxima(
@@ -87,18 +92,3 @@ def forward_flops(frozen_model: Model) -> Flops:
     for parameter in trained:
         parameter.requires_grad_(True)
     return flops
-
-
-# Metrics of jobs that allow samples to be cut or rows to be skipped, each with a function that returns whether a job
-# has it; the metric's name, and the count's. Tokenized data has these counts in its manifest instead.
-COUNTED = {
-    ("shortened_samples", "truncated"): lambda job: (
-        job.data.too_long in ("truncate", "split") and not all_tokenized(job)
-    ),
-    ("bad_rows", "bad"): lambda job: job.data.max_bad_rows_share > 0 and not all_tokenized(job),
-}
-
-
-def all_tokenized(job: Job) -> bool:
-    """Return whether every source of the job is tokenized already."""
-    return all(source.kind == "tokenized" for source in job.data.sources.values())
