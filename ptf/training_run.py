@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ptf import storage
 from ptf.artifact import Artifact
-from ptf.compute.checkpoint import STEP
+from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.tracking import read_metrics
 from ptf.config import Job, dump, loads, raise_if_fixed_keys_changed
 from ptf.config.plugin import on_path
@@ -50,7 +50,7 @@ class Run:
         if Path(job.output).resolve() != directory.resolve().parent:  # begun elsewhere, or moved since
             job = job.model_copy(update={"output": str(directory.resolve().parent)})
         metrics = last_metrics(directory) | _record(directory, EVALUATED, EVALUATE).get("metrics", {})
-        return cls(directory, job, metrics, _checkpoints(job, directory))
+        return cls(directory, job, metrics, tuple(reversed(Checkpoints.of(job, directory).finished)))
 
     def updated(self, overrides: Sequence[str] = ()) -> "Run":
         """Read the metrics and checkpoints anew, and apply other values of changeable keys to this run's job."""
@@ -103,7 +103,7 @@ def train(job: Job, run_name: str | None = None) -> Run:
 
 def last_metrics(directory: Path) -> dict[str, float]:
     """Return the metrics of the last step as `train/…`; none before the first step."""
-    rows = read_metrics(directory / METRICS) if (directory / METRICS).is_file() else []
+    rows = read_metrics(directory / METRICS)
     return {f"train/{name}": value for name, value in rows[-1].items()} if rows else {}
 
 
@@ -155,11 +155,3 @@ def _overridden(text: str, overrides: Sequence[str]) -> Job:
     job = loads(text, overrides)
     raise_if_fixed_keys_changed(loads(text), job)
     return job
-
-
-def _checkpoints(job: Job, directory: Path) -> tuple[int, ...]:
-    root = f"{job.checkpoint.to.rstrip('/')}/{directory.name}" if job.checkpoint.to else str(directory / "checkpoints")
-    names = [name for name in storage.children(root) if STEP.fullmatch(name)]
-    return tuple(
-        sorted(int(name.removeprefix("step_")) for name in names if storage.exists(f"{root}/{name}/{storage.MANIFEST}"))
-    )

@@ -72,11 +72,12 @@ def write(
 
     Returns all ranks' entries. Raises RuntimeError on every rank if one of them fails.
     """
-    writer, files = dcp_files.writer(f"{directory}/{TENSORS}")
-    error = None
+    uri, files, error = f"{directory}/{TENSORS}", dcp_files.Files(), None
+    writer = dcp.FileSystemWriter(uri, sync_files=False)  # our streams are flushed to disk when they are closed
+    writer.fs, writer.path = files, uri
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=world.size == 1)
-        entries = {uri.removeprefix(f"{directory}/"): entry for uri, entry in files.entries.items()}
+        entries = {file.removeprefix(f"{directory}/"): entry for file, entry in files.entries.items()}
         for name, state in host.items():
             entries[name] = save_host(f"{directory}/{name}", state)
     except (Exception, CheckpointException) as e:  # reported to all ranks below
@@ -109,9 +110,12 @@ def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimi
         )
         # frozen weights are absent; dcp.load has raised for anything else that is missing
         options = StateDictOptions(strict=False)
-        optimizer_state = {**moments, **state["optimizer"]}
         set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict={**moments, **state["optimizer"]},
+            options=options,
         )
 
 
@@ -188,7 +192,7 @@ class Checkpoints:
         Files of checkpoints whose removal was interrupted are removed too. Raises LeaseLost.
         """
         # newer checkpoints are damaged, and will be written again
-        done = [other for other in _numbers(self._directories()[0]) if other <= step]
+        done = [other for other in self.finished if other <= step]
         keep = {*done[: self.config.keep], *self.ranked()[:1]}
         present = {*_numbers(storage.children(self.root))}
         for old in sorted(other for other in present - keep if other <= step):
@@ -200,7 +204,7 @@ class Checkpoints:
         if self.config.best is None:
             return []
         values: dict[int, float] = {}
-        for step in _numbers(self._directories()[0]):
+        for step in self.finished:
             try:
                 value = float(storage.manifest_of(self.path(step))["metrics"][self.config.best])
                 if math.isfinite(value):
@@ -208,6 +212,11 @@ class Checkpoints:
             except (storage.Corrupt, KeyError):  # damaged, or written before the metric was first measured
                 continue
         return sorted(values, key=lambda step: (values[step], step))
+
+    @property
+    def finished(self) -> list[int]:
+        """Steps of the checkpoints that have a manifest, newest first."""
+        return _numbers(self._directories()[0])
 
     def _directories(self) -> tuple[list[str], list[str]]:
         """Return the names of the directories that look like checkpoints: those with a manifest, those without."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
@@ -58,14 +58,6 @@ class Files(FileSystem):
     def exists(self, path: Any) -> bool:
         """Return whether the file exists."""
         return storage.exists(str(path))
-
-
-def writer(uri: str) -> tuple[FileSystemWriter, Files]:
-    """Return the writer for dcp.save, and the files whose entries will hold this rank's hashes."""
-    # our streams are flushed to disk when they are closed
-    dcp_writer, files = FileSystemWriter(uri, sync_files=False), Files()
-    dcp_writer.fs, dcp_writer.path = files, uri
-    return dcp_writer, files
 
 
 class TensorReader(FileSystemReader):
