@@ -18,8 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ptf import storage
-from ptf.compute.mesh import Meshes
-from ptf.compute.world import World
+from ptf.compute.world import Meshes, World
 from ptf.config.sections.compute import MeshSizes
 from ptf.data import tokenized
 from ptf.data.character_tokenizer import CHARACTER_TEMPLATE, ROLES

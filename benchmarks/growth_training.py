@@ -22,10 +22,9 @@ from benchmarks.in_flight import Costs, Engine
 from benchmarks.in_flight import Work as Responses
 from ptf.compute import checkpoint
 from ptf.compute.checkpoint import Checkpoints, load_tensors
-from ptf.compute.mesh import Meshes
 from ptf.compute.saver import Saver
 from ptf.compute.tracking import StepLines, Tracker, read_metrics
-from ptf.compute.world import World
+from ptf.compute.world import Meshes, World
 from ptf.config import loads
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.compute import MeshSizes

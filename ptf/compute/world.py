@@ -1,28 +1,50 @@
 """A process among its peers: rank, size, device and mesh, passed as an argument and never looked up.
 
+Ranks of one model group hold every layer together and see the same data, so data is distributed, and sums are taken,
+over ranks of different groups. Neighbours form a tensor group: they share a machine and its fast links.
+
 Losses and metrics are reduced by sums in float64 (`sum`) and by maxima (`max`); `sum_and_max` does both and waits for
-the device once. Sums are taken over the data-parallel ranks (ptf.compute.mesh), maxima over all ranks.
+the device once. Sums are taken over the data-parallel ranks, maxima over all ranks.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptf.compute import heap
 from ptf.compute.heartbeat import Clock, beating
-from ptf.compute.mesh import Meshes
 from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
 
-CPU, ALONE = torch.device("cpu"), Meshes()
+CPU, ONE = torch.device("cpu"), MeshSizes()
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """How the ranks are divided, and their process groups."""
+
+    sizes: MeshSizes = ONE
+    dense: DeviceMesh | None = None  # with the axes of `sizes`; None: one process without collectives
+    data: dist.ProcessGroup | None = None  # ranks that see different data, this one among them; None: all ranks
+
+    @classmethod
+    def of(cls, device: str, sizes: MeshSizes) -> Self:
+        """Build the groups; all ranks call it together."""
+        dense = init_device_mesh(device, astuple(sizes), mesh_dim_names=tuple(asdict(sizes)))
+        # it logs hints about microseconds at an export, 4 lines each
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        data = dense["replicate", "shard"]._flatten("data").get_group() if sizes.model > 1 else None
+        return cls(sizes, dense, data)
 
 
 @dataclass(frozen=True)
@@ -30,7 +52,7 @@ class World:
     """The rank of a process, its groups of ranks and its device."""
 
     rank: int = 0
-    meshes: Meshes = ALONE
+    meshes: Meshes = Meshes()
     device: torch.device = CPU
     clock: Clock = field(default_factory=Clock, compare=False)  # the phase that this process is in
 
@@ -89,7 +111,6 @@ class World:
 
     @property
     def _has_peers(self) -> bool:
-        """Whether there are other ranks to communicate with."""
         return self.meshes.dense is not None and self.size > 1
 
     def barrier(self) -> None:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ptf.compute.mesh import Meshes
 from ptf.compute.meter import PEAKS
+from ptf.compute.world import Meshes
 from ptf.config import Job
 from ptf.config.backends import BACKENDS
 from ptf.config.sections.compute import MeshSizes
@@ -248,7 +248,7 @@ def budget(
     """
     _raise_if_unknown(job, gpu)
     ranks, precision = job.compute.mesh.sizes(gpus), job.train.precision
-    in_step = _sequences_of_step(job, ranks.data)
+    in_step = sequences_of_step(job, ranks.data)
     with fake_mesh(ranks) as mesh:
         recipe = recipe or registry.build(job)
         model = built(directory, job.model, recipe.head)
@@ -297,7 +297,7 @@ def _raise_if_unknown(job: Job, gpu: str) -> None:
         raise UserError(f"ptf plan counts ptf's own decoder only; model.backend is {job.model.backend}")
 
 
-def _sequences_of_step(job: Job, ranks: int) -> int:
+def sequences_of_step(job: Job, ranks: int) -> int:
     """Return the sequences of a global step; online at most, because responses are shorter, and those to one prompt
     share it. Raises UserError unless each data-parallel rank trains as many."""
     if job.rollout:
@@ -336,7 +336,6 @@ def frozen_memory(
 def _frozen_model(
     spec: FrozenModelSpec, role: str, job: Job, directory: Path, head: Literal["lm", "scalar"], mesh: DeviceMesh | None
 ) -> tuple[_Sizes, Flops]:
-    """Return a frozen model's sizes and the FLOPs of its forward pass."""
     if spec.same_architecture:
         model = bridge.build(directory, head=head, factory=layer_factory_of(job.model))
     else:

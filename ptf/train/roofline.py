@@ -37,6 +37,7 @@ from ptf.model.kernels.choice import Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.recompute import SAVED, Recompute
 from ptf.model.rope import rotary
+from ptf.train.budget import sequences_of_step
 from ptf.train.trainer import built
 
 MATRIX, MEMORY = 0.72, 0.85  # shares of the peak FLOP/s and of the bandwidth that are reached
@@ -88,8 +89,7 @@ class Costs:
 
     def add(self, name: str, *, flops: float = 0.0, share: float = MATRIX, bytes_: float = 0.0) -> None:
         """Add an operator that runs once."""
-        kernel = max(flops / (self.gpu.flops * share), bytes_ / (self.gpu.bandwidth * MEMORY), KERNEL_S)
-        self.seconds[name] += kernel
+        self.seconds[name] += max(flops / (self.gpu.flops * share), bytes_ / (self.gpu.bandwidth * MEMORY), KERNEL_S)
         self.flops[name] += flops
 
     def merge(self, other: "Costs", times: int = 1) -> None:
@@ -275,14 +275,9 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     the user's own, tensor parallelism, fp32, and GPUs whose speeds are not known.
     """
     raise_if_uncounted(job, gpu)
-    speeds, data = GPUS[gpu], gpus
-    if job.train.global_batch_sequences % data:
-        raise UserError(
-            f"train.global_batch_sequences ({job.train.global_batch_sequences}) must be a multiple of the {data} "
-            "data-parallel ranks"
-        )
-    sequences = min(job.train.micro_batch_sequences, job.train.global_batch_sequences // data)
-    passes = math.ceil(job.train.global_batch_sequences / (data * sequences))
+    speeds, of_rank = GPUS[gpu], sequences_of_step(job, gpus) // gpus
+    sequences = min(job.train.micro_batch_sequences, of_rank)
+    passes = math.ceil(of_rank / sequences)
     model = built(directory, job.model, "lm")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     parameters = sum(p.numel() for p in model.parameters())
@@ -291,10 +286,9 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     step = Costs(speeds)
     c = model.config
     for kind, count in Counter(c.layers).items():
-        layer = c.layers.index(kind)
         one = layer_costs(
             c,
-            layer,
+            c.layers.index(kind),
             model.factory,
             speeds,
             lengths,
@@ -310,13 +304,13 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     if "embed.weight" not in frozen:
         step.add("embedding, backward", bytes_=4.0 * tokens * c.dim + 2.0 * c.padded * c.dim)
     # FSDP, also over one rank: cast and copy weights for each forward and backward pass, gradients into fp32 shards
-    step.add("sharding: copies", bytes_=20.0 * parameters + 6.0 * trained + 12.0 * trained / data)
+    step.add("sharding: copies", bytes_=20.0 * parameters + 6.0 * trained + 12.0 * trained / gpus)
     # its collectives: weights are gathered twice in bf16, gradients scattered in fp32
-    sent = (2 * 2 * parameters + 4 * trained) * (data - 1) / data
+    sent = (2 * 2 * parameters + 4 * trained) * (gpus - 1) / gpus
     exposed = passes * max(0.0, sent / (speeds.link * LINK) - step.total)
     whole = Costs(speeds)
     whole.merge(step, passes)
-    whole.merge(optimizer_costs(speeds, trained / data, job.train.optimizer))
+    whole.merge(optimizer_costs(speeds, trained / gpus, job.train.optimizer))
     seconds = whole.total + exposed
     work = passes * Flops.of(model).step(lengths, tokens)
     operators = dict(sorted(whole.seconds.items(), key=lambda item: -item[1]))

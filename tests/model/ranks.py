@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptf.compute.mesh import Meshes
-from ptf.compute.world import World
+from ptf.compute.world import Meshes, World
 from ptf.config.sections.compute import MeshSizes
 from ptf.model.parallel_parity import run_ranks
 

@@ -29,8 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.published_shapes import write_config
-from ptf.compute.mesh import Meshes
-from ptf.compute.world import World
+from ptf.compute.world import Meshes, World
 from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit

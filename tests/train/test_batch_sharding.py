@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptf.compute.mesh import Meshes
-from ptf.compute.world import World
+from ptf.compute.world import Meshes, World
 from ptf.config.sections.compute import MeshSizes
 from ptf.data.batch import Batch
 from ptf.model.head import Head

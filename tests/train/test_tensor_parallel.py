@@ -8,9 +8,8 @@ import pytest
 import torch
 import yaml
 
-from ptf.compute.mesh import Meshes
 from ptf.compute.tracking import read_metrics
-from ptf.compute.world import World
+from ptf.compute.world import Meshes, World
 from ptf.config import load, loads
 from ptf.config.sections.compute import MeshSizes
 from ptf.data.packing import pack_all
