@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-# `tis_cap: auto`, by precision; 2 as in Yao et al. 2025. A precision that is not settled counts as bf16
-DEFAULT_TIS_CAP = {"fp32": None, "bf16": 2.0, "auto": 2.0}
-DEFAULT_TIS_CAP_ASYNC = 2.0  # `tis_cap: auto` with `rollout.max_staleness`, in any precision
+# `tis_cap: auto`, as in Yao et al. 2025: with `rollout.max_staleness` in any precision, else in bf16 (a precision that
+# is not settled counts as that)
+DEFAULT_TIS_CAP = 2.0
 
 
 class OnlineConfig(AlgoConfig):
@@ -53,9 +53,7 @@ class OnlineConfig(AlgoConfig):
         if self.tis_cap != "auto":
             return self
         stale = job.rollout is not None and job.rollout.max_staleness
-        return self.model_copy(
-            update={"tis_cap": DEFAULT_TIS_CAP_ASYNC if stale else DEFAULT_TIS_CAP[job.train.precision]}
-        )
+        return self.model_copy(update={"tis_cap": DEFAULT_TIS_CAP if stale or job.train.precision != "fp32" else None})
 
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys, among them those of `rollout.top_p` below 1: under another policy the

@@ -60,9 +60,8 @@ class ClippedPolicy(Recipe):
         """Return log π / π_old of each token, [B, T]."""
         return logprobs - old
 
-    @property
-    def kl_weight(self) -> float:
-        """Weight of `kl_to_reference` in the loss."""
+    def kl_weight(self, place: Literal["loss", "reward"]) -> float:
+        """Return the weight of the KL to the reference in the loss, or in the reward."""
         return 0.0
 
     def kl_to_reference(self, logprobs: Tensor, batch: Batch) -> Tensor | None:
@@ -73,8 +72,7 @@ class ClippedPolicy(Recipe):
         """Return the clipped objective summed over tokens, with entropy, clipping and KL metrics."""
         if self.can_fuse_policy_gradient(batch):
             return self.loss_at_ratio_one(model, batch)
-        head_fn = partial(token_logprobs, **sampled_from(batch, self.context.processing))
-        outputs = batch.through(model, head_fn)
+        outputs = batch.through(model, partial(token_logprobs, **sampled_from(batch, self.context.processing)))
         logprobs, entropy = outputs.logprobs, outputs.entropy  # [B, T]
         advantages, rollout = batch.token_columns["advantages"], batch.token_columns["rollout_logprobs"]
         # Without old_logprobs this is the only step from these rollouts, so π_old is the policy.
@@ -99,8 +97,8 @@ class ClippedPolicy(Recipe):
             per_token = per_token - self.config.entropy_coef * entropy
         if (kl := self.kl_to_reference(logprobs, batch)) is not None:
             metrics["kl_reference"] = (kl * coefficients).sum()
-            if self.kl_weight:
-                per_token = per_token + self.kl_weight * kl
+            if weight := self.kl_weight("loss"):
+                per_token = per_token + weight * kl
         loss = (per_token * self.token_coefficients(batch)).sum()
         return loss, {k: v.detach() for k, v in {"loss": loss, **metrics}.items()}
 
@@ -115,7 +113,7 @@ class ClippedPolicy(Recipe):
             or type(self).policy_losses is not ClippedPolicy.policy_losses
             or self.tis_cap is not None
             or self.config.entropy_coef
-            or self.kl_weight
+            or self.kl_weight("loss")
         )
 
     def loss_at_ratio_one(self, model: Model, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -183,17 +181,11 @@ class RewardedPolicy(ClippedPolicy):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether π_old's log-probs must be known before the update: `compute_advantages` may read them, too."""
-        return super().needs_old_logprobs or self.kl_in_reward > 0
+        return super().needs_old_logprobs or self.kl_weight("reward") > 0
 
-    @property
-    def kl_weight(self) -> float:
-        """`algo.kl_coef` with `kl_in: loss`, else 0."""
-        return self.config.kl_coef if self.config.kl_in == "loss" else 0.0
-
-    @property
-    def kl_in_reward(self) -> float:
-        """`algo.kl_coef` with `kl_in: reward`, else 0."""
-        return self.config.kl_coef if self.config.kl_in == "reward" else 0.0
+    def kl_weight(self, place: Literal["loss", "reward"]) -> float:
+        """Return `algo.kl_coef` if `algo.kl_in` is this place, else 0."""
+        return self.config.kl_coef if self.config.kl_in == place else 0.0
 
     def kl_to_reference(self, logprobs: Tensor, batch: Batch) -> Tensor | None:
         """Return the estimated KL to the reference of each token, [B, T]; None if it has no weight."""

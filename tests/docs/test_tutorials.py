@@ -17,7 +17,7 @@ import yaml
 import ptf
 from ptf import cli
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
-from ptf.recipes.advantages import group_relative
+from ptf.recipes.grpo.recipe import group_relative
 from tests.conftest import ROOT
 
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))

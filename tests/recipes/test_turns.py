@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, samples_of, token_column
-from ptf.recipes.advantages import leave_one_out
-from ptf.recipes.grpo.recipe import GRPO
+from ptf.recipes.grpo.recipe import GRPO, leave_one_out
 from ptf.recipes.turns import leave_one_out_by_turn, rewards_of_turns, rewards_to_go
 from tests.recipes.of_keys import of_keys
 

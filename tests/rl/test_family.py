@@ -22,8 +22,7 @@ from ptf.data.trajectory import Generation, Prompt, Reward, Trajectory
 from ptf.errors import UserError
 from ptf.model.chunked import TokenLogprobs
 from ptf.model.sampling import LogitsProcessing
-from ptf.recipes.advantages import group_relative, leave_one_out
-from ptf.recipes.grpo.recipe import GRPO
+from ptf.recipes.grpo.recipe import GRPO, group_relative, leave_one_out
 from ptf.recipes.policy import estimate_kl
 from ptf.recipes.registry import build
 from tests.recipes.of_keys import of_keys

@@ -11,8 +11,7 @@ from ptf.data.packing import pack_all
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.model import bridge
 from ptf.model.sampling import LogitsProcessing
-from ptf.recipes.advantages import group_relative
-from ptf.recipes.grpo.recipe import GRPO
+from ptf.recipes.grpo.recipe import GRPO, group_relative
 from tests.recipes.of_keys import of_keys
 from tests.tiny import checkpoint
 

@@ -14,9 +14,8 @@ from ptf.data.batch import Batch
 from ptf.data.document import Document
 from ptf.data.packing import pack_all
 from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory, last_sample_of, samples_of
-from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.documents import last_values
-from ptf.recipes.ppo.recipe import PPO
+from ptf.recipes.ppo.recipe import PPO, generalised_advantages
 from ptf.rl.forward_passes import per_document, per_token
 from ptf.train.trainer import load_model
 from tests.recipes.of_keys import of_keys

@@ -63,10 +63,12 @@ class DPO(Recipe):
     def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the loss summed over pairs, with accuracy, margins, rewards and log-probs."""
         config, (chosen, rejected) = self.config, pairs(batch)
+        columns = batch.token_columns
         # The reference goes first: what the model keeps of its last forward pass (routing) must be the policy's.
-        reference = self.reference_logprobs(model, batch, frozen_models)
+        if self.frozen_models and not self.precompute:
+            columns = self.precomputed_columns(model, batch, frozen_models)
         answers = self.of_answers(self.logprobs(model, batch), batch)  # [documents]
-        rewards = answers if reference is None else answers - reference
+        rewards = answers - self.of_answers(columns["reference_logprobs"], batch) if self.frozen_models else answers
         gap = rewards[chosen] - rewards[rejected]
         counts = document_weights(batch)[chosen]
         loss = (self.pair_losses(gap) * counts).sum()
@@ -101,19 +103,9 @@ class DPO(Recipe):
         with torch.no_grad(), adapters_off(reference):  # a policy that is its own reference has adapters
             return {"reference_logprobs": self.logprobs(reference, batch)}
 
-    def reference_logprobs(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> Tensor | None:
-        """Return the reference's log-prob of each response, [documents]; None without a reference."""
-        if self.config.loss_type == "simpo":
-            return None
-        token_columns = (
-            batch.token_columns if self.precompute else self.precomputed_columns(model, batch, frozen_models)
-        )
-        return self.of_answers(token_columns["reference_logprobs"], batch)
-
     def logprobs(self, model: Model, batch: Batch) -> Tensor:
         """Return the log-probs of the responses' tokens, 0 elsewhere: [B, T]."""
-        head_fn = partial(token_logprobs, **sampled_from(batch))
-        return batch.through(model, head_fn)[0]
+        return batch.through(model, partial(token_logprobs, **sampled_from(batch)))[0]
 
     def of_answers(self, logprobs: Tensor, batch: Batch) -> Tensor:
         """Return the log-prob of each response, or its mean over tokens: [documents]."""

@@ -38,7 +38,6 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
-from ptf.recipes.advantages import group_relative, leave_one_out
 from ptf.recipes.documents import document_weights, episode_shares, sums
 from ptf.recipes.grpo.config import GRPOConfig
 from ptf.recipes.policy import RewardedPolicy, broadcast_to_tokens
@@ -84,16 +83,16 @@ class GRPO(RewardedPolicy):
         """Return the reward, less the penalties for the response's length and its distance from the reference."""
         assert isinstance(trajectory.outcome, Reward)
         value = trajectory.outcome.value - self.overlong_penalty(trajectory)
-        if self.kl_in_reward:
-            value -= self.kl_in_reward * float(self.kl_of_tokens(trajectory).sum())
+        if weight := self.kl_weight("reward"):
+            value -= weight * float(self.kl_of_tokens(trajectory).sum())
         return value
 
     def turn_rewards(self, trajectory: Trajectory) -> np.ndarray:
         """Return the reward of each turn, [turns], less the KL of its tokens; the last one less the length penalty."""
         rewards = rewards_of_turns(trajectory)
-        if self.kl_in_reward:
+        if weight := self.kl_weight("reward"):
             kl = np.cumsum(self.kl_of_tokens(trajectory).numpy(), dtype=np.float64)[turn_ends(trajectory)]
-            rewards -= self.kl_in_reward * np.diff(kl, prepend=0.0)
+            rewards -= weight * np.diff(kl, prepend=0.0)
         rewards[-1:] -= self.overlong_penalty(trajectory)
         return rewards
 
@@ -107,7 +106,7 @@ class GRPO(RewardedPolicy):
         """Return the coefficient of each token in the loss, which `constant_length` gives one of its own: [B, T]."""
         if self.config.loss_aggregation == "constant_length":
             return batch.loss_weights / self.context.max_new_tokens
-        return super().token_coefficients(batch)
+        return self.metric_coefficients(batch)
 
     def metric_coefficients(self, batch: Batch) -> Tensor:
         """Return the coefficient of each token in the sums of metrics: their quotient by `denominator` is the mean over
@@ -121,9 +120,25 @@ class GRPO(RewardedPolicy):
 
     def log_ratio(self, logprobs: Tensor, old: Tensor, batch: Batch) -> Tensor:
         """Return log π / π_old of each token, or at each token its mean over the sample: [B, T]."""
-        log_ratio = super().log_ratio(logprobs, old, batch)
+        log_ratio = logprobs - old
         if self.config.importance_sampling_level == "token":
             return log_ratio
         tokens = sums(torch.ones_like(log_ratio), batch).clamp(min=1)
         means = broadcast_to_tokens(sums(log_ratio.detach(), batch) / tokens, batch)
         return means + logprobs - logprobs.detach()  # its gradient is that of each token
+
+
+def group_relative(rewards: np.ndarray, scale_by_std: bool) -> np.ndarray:
+    """Subtract the group's mean from each reward: [group] → [group] (GRPO, Shao et al. 2024, section 4.1.2).
+
+    With `scale_by_std` the result is divided by the sample standard deviation (n − 1); Liu et al. 2025 show the bias of
+    doing so. A group of equal rewards gets zeros.
+    """
+    centred = rewards - rewards.mean()
+    return centred / (rewards.std(ddof=1) + 1e-6) if scale_by_std else centred
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """Subtract the mean of the others' rewards from each reward: [group] → [group] (RLOO, Ahmadian et al. 2024, eq.
+    8)."""
+    return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)

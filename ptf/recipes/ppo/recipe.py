@@ -21,7 +21,6 @@ from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
 from ptf.model.model import Model
 from ptf.model.scalar import Scalar
-from ptf.recipes.advantages import generalised_advantages
 from ptf.recipes.policy import RewardedPolicy
 from ptf.recipes.ppo.config import PPOConfig
 from ptf.recipes.protocol import CriticRecipe, Metrics
@@ -94,11 +93,28 @@ class PPO(RewardedPolicy):
         """Return the reward of each token of a response: [n]."""
         assert isinstance(trajectory.outcome, Reward)
         rewards = np.zeros(trajectory.num_sampled_tokens)
-        if self.kl_in_reward:
-            rewards -= self.kl_in_reward * self.kl_of_tokens(trajectory).numpy()
+        if weight := self.kl_weight("reward"):
+            rewards -= weight * self.kl_of_tokens(trajectory).numpy()
         if self.config.credit_level == "turn":
             rewards[turn_ends(trajectory)] += rewards_of_turns(trajectory)
             rewards[-1:] -= self.overlong_penalty(trajectory)
         else:
             rewards[-1] += trajectory.outcome.value - self.overlong_penalty(trajectory)
         return rewards
+
+
+def generalised_advantages(
+    rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float, value_after: float = 0.0
+) -> np.ndarray:
+    """Return the advantages of one episode's tokens, [n], from their rewards and the values of the states before them,
+    [n] each.
+
+    GAE, Schulman et al. 2016, eq. 16. `value_after` is the value of the state after the last token: 0 where the episode
+    ended by itself.
+    """
+    advantages = np.zeros(len(rewards))
+    next_advantage, next_value = 0.0, value_after
+    for t in reversed(range(len(rewards))):
+        next_advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * next_advantage
+        advantages[t], next_value = next_advantage, values[t]
+    return advantages

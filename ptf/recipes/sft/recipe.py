@@ -32,8 +32,7 @@ class SFT(Recipe):
 
     def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the cross-entropy summed over trained tokens."""
-        head_fn = partial(next_token_loss, batch=batch)
-        loss, documents = batch.through(model, head_fn)
+        loss, documents = batch.through(model, partial(next_token_loss, batch=batch))
         return loss, {"loss": loss.detach(), **self.by_source(batch, documents)}
 
     def by_source(self, batch: Batch, losses: Tensor | None) -> Metrics:
