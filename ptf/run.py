@@ -237,7 +237,7 @@ def _run(job: Job, directory: Path, lease: Lease) -> None:
             on_ray(run_rank, (str(directory), lease), job.compute, directory, "train")
     elif job.compute.launcher == "torchrun":
         with shutdown.sigterm_stops(directory):
-            launch.torchrun([str(directory), "--lease", lease.text], job.compute, directory)
+            launch.torchrun([str(directory), "--lease", json.dumps(vars(lease))], job.compute, directory)
     else:
         run_rank(str(directory), lease)
 
@@ -403,7 +403,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.lease:
             (directory,) = given.config
             with disk.disk_errors_as_user_errors(directory):
-                run_rank(directory, Lease.parse(given.lease))
+                run_rank(directory, Lease(**json.loads(given.lease)))
         else:
             run_by_hand(load(*given.config, overrides=given.set), given.run_name)
     except UserError as error:

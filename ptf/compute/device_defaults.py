@@ -54,5 +54,4 @@ def settled(job: Job, before: Job | None = None, gpu: bool | None = None, tell: 
 
 
 def _with(job: Job, section: str, key: str, value: object) -> Job:
-    """Return the job with another value of a key."""
     return job.model_copy(update={section: getattr(job, section).model_copy(update={key: value})})

@@ -126,8 +126,12 @@ class Gang:
         self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
         threads = threads or default_threads(min(workers, max(self._pool.store)))
         passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        environment = {"OMP_NUM_THREADS": str(threads), **passed_on, **(env or {})}
-        environment[ADDRESS] = self._monitor.address
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            **passed_on,
+            **(env or {}),
+            ADDRESS: self._monitor.address,
+        }
         try:
             address, port = _rendezvous(_groups(self._pool)[0], timeout_s)
             self._group = RayWorkerGroup(

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ptf import storage
@@ -121,21 +121,11 @@ class Record:
 class Lease:
     """The exclusive right to write a run. Without `tokens` it is for a directory that no other process knows.
 
-    Any process of the run that has its text may check it; the holder renews it.
+    Any process of the run that has its fields may check it; the holder renews it.
     """
 
     id: str = ""
     tokens: Mapping[str, int] = field(default_factory=dict)  # by URI of the lease file
-
-    @property
-    def text(self) -> str:
-        """The lease as JSON, for another process of the same run."""
-        return json.dumps(vars(self))
-
-    @staticmethod
-    def parse(text: str) -> "Lease":
-        """Parse the text of a lease."""
-        return Lease(**json.loads(text))
 
     def check(self) -> None:
         """Raise LeaseLost unless the lease is held.
@@ -178,8 +168,7 @@ class Lease:
         """Write a heartbeat, or that the lease is free. Raises LeaseLost."""
         while True:
             text, record = self._read(uri)
-            renewed = Record(record.token, record.holder, record.since, time.monotonic(), released)
-            if _swap(uri, renewed.text, text):
+            if _swap(uri, replace(record, beat=time.monotonic(), released=released).text, text):
                 return
 
     def _read(self, uri: str) -> tuple[str, Record]:

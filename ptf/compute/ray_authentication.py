@@ -150,7 +150,6 @@ def _token() -> tuple[str, str]:
 
 
 def _lets_in_gcs(address: str, token: str | None) -> bool:
-    """Return whether the cluster at `host:port` accepts the token."""
     metadata = [("authorization", f"Bearer {token}")] if token else []
     # in another mode the channel adds a token itself
     with (
@@ -162,8 +161,7 @@ def _lets_in_gcs(address: str, token: str | None) -> bool:
         except grpc.RpcError as error:
             code = error.code()
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                details = error.details()
-                raise ConnectionError(f"{code.name.lower()}: {details}") from None
+                raise ConnectionError(f"{code.name.lower()}: {error.details()}") from None
             return (
                 code != grpc.StatusCode.UNAUTHENTICATED
             )  # any other error comes from a server that accepted the token
@@ -171,7 +169,6 @@ def _lets_in_gcs(address: str, token: str | None) -> bool:
 
 
 def _lets_in_jobs(address: str, token: str | None) -> bool:
-    """Return whether the cluster's job server accepts the token."""
     request = urllib.request.Request(
         f"{address.rstrip('/')}/api/version", headers={"authorization": f"Bearer {token}"} if token else {}
     )

@@ -15,9 +15,8 @@ import ptf.compute.ray_session  # noqa: F401  first: it sets what Ray reads when
 # isort: split
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from ptf.compute import ray_authentication
 from ptf.compute.launch import LAUNCHED
-from ptf.compute.ray_authentication import EVERY_S
+from ptf.compute.ray_authentication import EVERY_S, connected
 from ptf.errors import Retryable
 
 LOST_S = 300.0  # without a reply of the cluster
@@ -33,41 +32,35 @@ def follow(
     `anew` is called before it is submitted. Raises UserError if the cluster needs another token or has none, Retryable
     if it does not answer within `timeout_s` at the start, or for `LOST_S` later; the job then still exists.
     """
-    connect = partial(JobSubmissionClient, address)
-    with ray_authentication.connected(address, timeout_s, "takes jobs", connect) as client:
-        return _follow(client, address, name, command, anew)
-
-
-def _follow(
-    client: JobSubmissionClient, address: str, name: str, command: Sequence[str], anew: Callable[[], None]
-) -> JobDetails:
-    if _running(client, name):
-        print(f"job {name} is running on {address}: following it", flush=True)
-    else:
-        anew()
-        client.submit_job(
-            entrypoint=f"cd {shlex.quote(os.getcwd())} && {LAUNCHED}=1 exec {shlex.join(command)}", submission_id=name
-        )
-        print(f"job {name} submitted to {address}", flush=True)
-    printed, answered = 0, time.monotonic()
-    while True:
-        try:
-            info = client.get_job_info(name)
-            lines = client.get_job_logs(name)
-            answered = time.monotonic()
-        except (RuntimeError, ConnectionError, OSError) as error:
-            if time.monotonic() - answered > LOST_S:
-                raise Retryable(
-                    f"the cluster at {address} has not answered for {LOST_S:g} s ({error}); "
-                    f"job {name} may still be running there"
-                ) from error
+    with connected(address, timeout_s, "takes jobs", partial(JobSubmissionClient, address)) as client:
+        if _running(client, name):
+            print(f"job {name} is running on {address}: following it", flush=True)
+        else:
+            anew()
+            client.submit_job(
+                entrypoint=f"cd {shlex.quote(os.getcwd())} && {LAUNCHED}=1 exec {shlex.join(command)}",
+                submission_id=name,
+            )
+            print(f"job {name} submitted to {address}", flush=True)
+        printed, answered = 0, time.monotonic()
+        while True:
+            try:
+                info = client.get_job_info(name)
+                lines = client.get_job_logs(name)
+                answered = time.monotonic()
+            except (RuntimeError, ConnectionError, OSError) as error:
+                if time.monotonic() - answered > LOST_S:
+                    raise Retryable(
+                        f"the cluster at {address} has not answered for {LOST_S:g} s ({error}); "
+                        f"job {name} may still be running there"
+                    ) from error
+                time.sleep(EVERY_S)
+                continue
+            print(lines[printed:], end="", flush=True)
+            printed = len(lines)
+            if info.status in ENDED:
+                return info
             time.sleep(EVERY_S)
-            continue
-        print(lines[printed:], end="", flush=True)
-        printed = len(lines)
-        if info.status in ENDED:
-            return info
-        time.sleep(EVERY_S)
 
 
 def _running(client: JobSubmissionClient, name: str) -> bool:

@@ -137,7 +137,6 @@ def _own(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: fl
 
 @contextlib.contextmanager
 def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: float) -> Iterator[None]:
-    """Start a Ray of this process's own, once."""
     base = tempfile.gettempdir()  # Ray's socket paths, 62 characters longer than its directory, must fit in 107
     base = base if len(base) <= 26 else "/tmp"
     end_abandoned(Path(base))
@@ -145,21 +144,23 @@ def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s
     home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     (home / OWNER).touch()
     owner = scratch.hold(home / OWNER)
-    watch = [sys.executable, "-m", "ptf.compute.reaper", str(os.getpid()), str(home)]
     # in a session of its own, so that no signal to this process's group reaches it
-    reaper = subprocess.Popen(watch, start_new_session=True, stdin=subprocess.DEVNULL)
+    reaper = subprocess.Popen(
+        [sys.executable, "-m", "ptf.compute.reaper", str(os.getpid()), str(home)],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+    )
     own = contextlib.ExitStack()
     try:
         own.enter_context(ray_authentication.own(_token(home / "auth_token")))
         # the variable is in lower case in Ray
         os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112
         with _sigterm_kept(), _loopback():
-            slots = max(os.cpu_count() or 1, cpus or 1)
             ray.init(
                 address="local",
                 _temp_dir=str(home / "r"),
                 include_dashboard=False,
-                num_cpus=slots,
+                num_cpus=max(os.cpu_count() or 1, cpus or 1),
                 num_gpus=gpus,
                 logging_level=logging.WARNING,
                 log_to_driver=True,

@@ -77,9 +77,8 @@ class BackgroundWriter:
 
     def wait(self, wait_s: float) -> bool:
         """Return whether all ranks have ended writing, within `wait_s` seconds; then see `error` and `entries`."""
-        alive = not self.join(wait_s)
         # each rank's thread ends at a time of its own, and all must say the same
-        if self._world.max(float(alive)):
+        if self._world.max(float(not self.join(wait_s))):
             return False
         self.thread = None
         return True

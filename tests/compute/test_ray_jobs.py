@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from ray.job_submission import JobStatus
 
-from ptf.compute import ray_jobs, shutdown
+from ptf.compute import ray_authentication, ray_jobs, shutdown
 from ptf.compute.lease import RunInUse, hold_lease
 from ptf.config import loads
 from ptf.errors import Retryable, UserError
@@ -49,8 +49,8 @@ def test_a_cluster_that_takes_no_jobs_is_an_error_after_the_deadline(monkeypatch
         raise ConnectionError("nobody listens")
 
     monkeypatch.setattr(ray_jobs, "JobSubmissionClient", refused)
-    monkeypatch.setattr(ray_jobs.ray_authentication, "EVERY_S", 0.01)
-    monkeypatch.setattr(ray_jobs.ray_authentication, "of_cluster", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(ray_authentication, "EVERY_S", 0.01)
+    monkeypatch.setattr(ray_authentication, "of_cluster", lambda _: contextlib.nullcontext())
     with pytest.raises(Retryable, match="no Ray cluster takes jobs at http://here after 0 s: nobody listens"):
         ray_jobs.follow("http://here", "run", [], 0.05, anew=lambda: None)
     assert len(attempts) > 1
@@ -73,7 +73,9 @@ def test_the_output_of_a_job_is_printed_whole_and_once(monkeypatch, capsys):
             return self.logs
 
     monkeypatch.setattr(ray_jobs, "EVERY_S", 0.01)
-    outcome = ray_jobs._follow(Client(), "here", "a-job", ["train"], lambda: None)
+    monkeypatch.setattr(ray_jobs, "JobSubmissionClient", lambda _: Client())
+    monkeypatch.setattr(ray_authentication, "of_cluster", lambda _: contextlib.nullcontext())
+    outcome = ray_jobs.follow("here", "a-job", ["train"], 1.0, anew=lambda: None)
     assert (outcome.status, submitted) == (JobStatus.SUCCEEDED, ["a-job"])
     assert capsys.readouterr().out == "job a-job submitted to here\nfirst\nsecond\n"
 
