@@ -30,10 +30,9 @@ MODEL, PROBE = "model", "probe.json"  # in the run's directory
 ADVICE = "run the train stage again: it continues from the last checkpoint and exports again"
 
 
-def probe_tokens(model: Model, length: int = 64) -> np.ndarray:
-    """Return fixed tokens, as many as the model has positions for: int32 [length]."""
-    n = min(length, model.config.max_positions)
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab, n)
+def probe_tokens(model: Model) -> np.ndarray:
+    """Return 64 fixed tokens, or as many as the model has positions for: int32 [n]."""
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab, min(64, model.config.max_positions))
     return np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)
 
 
@@ -52,8 +51,7 @@ def probe(model: Model, world: World, tokens: Sequence[int] | np.ndarray | None 
     another head than the language model's, the head's `values` at each token."""
     tokens = probe_tokens(model) if tokens is None else np.asarray(tokens, np.int32)
     if model.config.head != "lm":
-        batch = _batch(tokens, world)
-        values = batch.through(model, head_output)
+        values = _batch(tokens, world).through(model, head_output)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
     return {"tokens": tokens.tolist(), "logprobs": logprobs_of(model, tokens, world).tolist()}
 
@@ -66,8 +64,7 @@ def _batch(tokens: np.ndarray, world: World) -> Batch:
 def logprobs_of(model: Model, tokens: np.ndarray, world: World) -> torch.Tensor:
     """Return the model's log-probs of tokens 1…n−1, on the CPU."""
     batch = _batch(tokens, world)
-    head_fn = partial(token_logprobs, **sampled_from(batch))
-    found = batch.through(model, head_fn)
+    found = batch.through(model, partial(token_logprobs, **sampled_from(batch)))
     return found.logprobs[0, :-1].float().cpu()
 
 

@@ -59,8 +59,7 @@ class ModelSource:
             directory = model_files.locate(str(spec.path), verify_up_to=verify_up_to)
         if spec.same_architecture:
             return cls(model, directory, seed, role).checkpoint(directory)
-        section = ModelConfig(path=str(directory), backend=capable(directory, model.backend))
-        return cls(section, directory, seed, role)
+        return cls(ModelConfig(path=str(directory), backend=capable(directory, model.backend)), directory, seed, role)
 
     def checkpoint(self, directory: Path) -> "ModelSource":
         """Return another checkpoint of this model: with its components, without adapters."""
@@ -168,8 +167,9 @@ class StartingModel(ModelSource):
             return self
 
         def make(part: Path) -> None:
-            plain = without_adapters(self.section)
-            drawn = load_model(self.directory, World(), plain, seed=self.seed, precision="fp32")
+            drawn = load_model(
+                self.directory, World(), without_adapters(self.section), seed=self.seed, precision="fp32"
+            )
             tensors, carried = drawn.hf_tensors(), drawn.carried(self.directory)
             save_hf(tensors, self.directory, part, writes=True, tokenizer=self.tokenizer_path, carried=carried)
 

@@ -28,6 +28,7 @@ from ptf.train.optimizer_offload import BUCKET_BYTES, buckets, local
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # names in torch's AdamW; whether the moment has negative values
 BLOCK = 64  # values
 FEWEST = 4096  # values; the moments of smaller parameters are kept in fp32
+_functions = functools.partial(bitsandbytes_functions, "train.optimizer: adamw_8bit")
 
 
 def is_quantised(parameter: Tensor) -> bool:
@@ -65,7 +66,7 @@ class QuantisedMoments:
     """The state of an optimizer, whose large moments are in 8 bits except while their bucket is updated."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, limit: int = BUCKET_BYTES) -> None:
-        bitsandbytes_functions("train.optimizer: adamw_8bit")  # raises here, not in the first step
+        _functions()  # raises here, not in the first step
         self.optimizer = optimizer
         optimizer.register_load_state_dict_pre_hook(_wrap_codes)
         optimizer.register_load_state_dict_post_hook(_unwrap_codes)
@@ -113,21 +114,19 @@ class QuantisedMoments:
 @functools.cache
 def _values(signed: bool, device: torch.device) -> Tensor:
     """Return the 256 numbers, from −1 or 0 to 1."""
-    functions = bitsandbytes_functions("train.optimizer: adamw_8bit")
-    return functions.create_dynamic_map(signed=signed).to(device)
+    return _functions().create_dynamic_map(signed=signed).to(device)
 
 
 def _quantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
     """Put codes and scales in the place of the moments."""
     if not is_quantised(parameter):
         return
-    functions = bitsandbytes_functions("train.optimizer: adamw_8bit")
     for name, signed in SIGNED.items():
         moment = local(state.pop(name)).contiguous()
         values = _values(signed, moment.device)
         scales_shape = (*moment.shape[:-1], moment.shape[-1] // BLOCK)
         if moment.numel():
-            codes, found = functions.quantize_blockwise(moment.view(-1), code=values, blocksize=BLOCK)
+            codes, found = _functions().quantize_blockwise(moment.view(-1), code=values, blocksize=BLOCK)
             scales = found.absmax.view(scales_shape)
         else:  # a kernel of a GPU needs a value
             codes, scales = moment.to(torch.uint8), moment.new_empty(scales_shape)
@@ -137,7 +136,6 @@ def _quantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
 
 def _dequantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
     """Put moments in the place of codes and scales, if there are any: before the first step there are none."""
-    functions = bitsandbytes_functions("train.optimizer: adamw_8bit")
     for name, signed in SIGNED.items():
         if f"{name}_codes" not in state:
             continue
@@ -145,7 +143,7 @@ def _dequantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
         moment = scales.new_empty(codes.shape)
         if codes.numel():
             values = _values(signed, codes.device)
-            moment = functions.dequantize_blockwise(
+            moment = _functions().dequantize_blockwise(
                 codes.reshape(-1), absmax=scales.reshape(-1), code=values, blocksize=BLOCK
             )
         state[name] = _like(parameter, moment.view(codes.shape), parameter.shape[-1])

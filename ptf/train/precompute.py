@@ -129,7 +129,6 @@ def _start(job: Job, directory: Path) -> str:
 
 
 def _digest(directory: Path) -> str:
-    """Return the SHA-256 of a model's config and weights."""
     digest = hashlib.sha256()
     for file in sorted([directory / "config.json", *directory.glob("*.safetensors")]):
         with file.open("rb") as stream:
@@ -213,14 +212,12 @@ class _Precomputing:
         number = itertools.count()
 
         def with_columns(sample: Document) -> Document:
-            token_columns = {**sample.token_columns, **columns[str(next(number))]}
-            return replace(sample, token_columns=token_columns)
+            return replace(sample, token_columns={**sample.token_columns, **columns[str(next(number))]})
 
         return [[tuple(with_columns(sample) for sample in unit) for unit in row] for row in rows]
 
 
 def _nbytes(columns: Mapping[str, Any]) -> int:
-    """Return the bytes of a row's tokens and columns."""
     return sum(array.nbytes for array in (columns["tokens"], columns["weights"], *columns["streams"].values()))
 
 

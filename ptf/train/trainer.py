@@ -34,8 +34,9 @@ from ptf.workspace import progress
 
 def built(directory: Path, spec: ModelConfig, head: Literal["lm", "scalar"], kernels: Kernels = PLAIN) -> Model:
     """Build a model without memory, with what trains in it. Raise UserError for one that cannot be trained."""
-    factory = layer_factory_of(spec, adapted=True, kernels=kernels)
-    model = backend_of(spec.backend).build(directory, head=head, factory=factory)
+    model = backend_of(spec.backend).build(
+        directory, head=head, factory=layer_factory_of(spec, adapted=True, kernels=kernels)
+    )
     freeze(model, spec.trainable)
     return model
 
