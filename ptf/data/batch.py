@@ -4,10 +4,8 @@ All columns are aligned with the targets. Position t of a sequence predicts `tar
 carries the columns of the token that it predicts; the shift by one happens here and nowhere else.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,29 +50,23 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device. A GPU copies from page-locked memory while the host goes on."""
-        return self if device.type == "cpu" else self._each(partial(moved, device=device))
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            **{name: moved(tensor, device) for name, tensor in self._own_tensors().items()},
+            varlen=self.varlen._replace(cu_seqlens=moved(self.varlen.cu_seqlens, device)),
+            token_columns={name: moved(values, device) for name, values in self.token_columns.items()},
+        )
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the batch."""
-        found: list[Tensor] = []
+        return [*self._own_tensors().values(), self.varlen.cu_seqlens, *self.token_columns.values()]
 
-        def note(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        self._each(note)
-        return found
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return the batch with every tensor changed."""
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are fields of their own."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(
-            self,
-            **changed,
-            varlen=self.varlen._replace(cu_seqlens=change(self.varlen.cu_seqlens)),
-            token_columns={name: change(values) for name, values in self.token_columns.items()},
-        )
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def through(self, model: Callable[..., Any], head_fn: Callable[..., Any]) -> Any:
         """Return what a model makes of the batch: `head_fn` of its hidden states and its head."""
@@ -88,74 +80,39 @@ class Batch:
         return out.index_add(0, index + 1, flat)[1:]  # padding (-1) falls into slot 0
 
 
-@dataclass
-class Buffers:
-    """A pool of buffers, each of which is used again when no array refers to it any more.
-
-    Touching fresh memory for the first time costs more than laying out a sequence there. `pinned`: page-locked memory,
-    from which a GPU copies while the host goes on; what is made of it must be kept until the copy is made.
-    """
-
-    pinned: bool = False
-    _made: list[np.ndarray] = field(default_factory=list)
-
-    def buffer(self, n: int) -> np.ndarray:
-        """Return a buffer of n bytes, not initialised. It is in use as long as a view of it exists."""
-        self._made = [made for made in self._made if made.nbytes == n]
-        for i in range(len(self._made)):
-            if sys.getrefcount(self._made[i]) == HELD_HERE:
-                return self._made[i]
-        fresh = torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy() if self.pinned else np.empty(n, np.uint8)
-        self._made.append(fresh)
-        del fresh
-        return self._made[-1]
-
-
-HELD_HERE = 2  # the list, and the argument of getrefcount
+ARRAYS = {
+    **dict.fromkeys(("tokens", "targets", "positions", "segments"), torch.int64),
+    "loss_weights": torch.float32,
+}
 
 
 def lay_out(
-    sequences: Sequence[Sequence[PackUnit]], seq_len: int, micro_batch_sequences: int, buffers: Buffers | None = None
+    sequences: Sequence[Sequence[PackUnit]], seq_len: int, micro_batch_sequences: int, pinned: bool = False
 ) -> list[Batch]:
     """Lay out sequences of at most `seq_len` tokens as batches of `micro_batch_sequences`; the last one may have fewer.
 
-    The batches are slices of the same arrays, which lie in `buffers`.
+    All have the columns that any document carries, with zeros for the others. `pinned`: they lie in page-locked memory,
+    from which a GPU copies while the host goes on; torch keeps it until the copies are made, and uses it again.
     """
-    arrays = _arrays(len(sequences), seq_len, buffers or Buffers())
-    token_columns: dict[str, np.ndarray] = {}  # with zeros for documents that do not carry them
-    for document in (document for sequence in sequences for unit in sequence for document in unit):
-        for name, values in document.token_columns.items():
-            if name not in token_columns:
-                token_columns[name] = np.zeros((len(sequences), seq_len, *values.shape[1:]), values.dtype)
-    batches = []
-    for first in range(0, max(1, len(sequences)), micro_batch_sequences):
-        part = slice(first, first + micro_batch_sequences)
-        own = {name: values[part] for name, values in arrays.items()}
-        own_columns = {name: values[part] for name, values in token_columns.items()}
-        batches.append(_lay_out_batch(sequences[part], own, own_columns))
-    return batches
-
-
-def _arrays(sequences: int, seq_len: int, buffers: Buffers) -> dict[str, np.ndarray]:
-    """Return the arrays of sequences that hold nothing but padding."""
-    n = sequences * seq_len
-    buffer = buffers.buffer(4 * 8 * n + 4 * n)
-    arrays: dict[str, np.ndarray] = {
-        name: buffer[i * 8 * n : (i + 1) * 8 * n].view(np.int64)
-        for i, name in enumerate(("tokens", "targets", "positions", "segments"))
-    }
-    arrays["loss_weights"] = buffer[4 * 8 * n :].view(np.float32)
-    for name, values in arrays.items():
-        values[:] = -1 if name == "segments" else 0
-    return {name: values.reshape(sequences, seq_len) for name, values in arrays.items()}
+    documents = (document for sequence in sequences for unit in sequence for document in unit)
+    columns = {name: values for document in documents for name, values in document.token_columns.items()}
+    parts = (
+        sequences[first : first + micro_batch_sequences]
+        for first in range(0, max(1, len(sequences)), micro_batch_sequences)
+    )
+    return [_lay_out_batch(part, seq_len, columns, pinned) for part in parts]
 
 
 def _lay_out_batch(
-    sequences: Sequence[Sequence[PackUnit]], arrays: Mapping[str, np.ndarray], token_columns: Mapping[str, np.ndarray]
+    sequences: Sequence[Sequence[PackUnit]], seq_len: int, columns: Mapping[str, np.ndarray], pinned: bool
 ) -> Batch:
-    """Fill in the documents of one batch. A document's last token has no target."""
-    tokens, targets, positions = arrays["tokens"], arrays["targets"], arrays["positions"]
-    segments, loss_weights = arrays["segments"], arrays["loss_weights"]
+    """Lay out the documents of one batch, with columns like those given. A document's last token has no target."""
+    shape = len(sequences), seq_len
+    arrays = {name: torch.empty(shape, dtype=dtype, pin_memory=pinned) for name, dtype in ARRAYS.items()}
+    for name, values in arrays.items():
+        values.numpy().fill(-1 if name == "segments" else 0)  # nothing but padding
+    tokens, targets, positions, segments, loss_weights = (arrays[name].numpy() for name in ARRAYS)
+    token_columns = {name: np.zeros((*shape, *like.shape[1:]), like.dtype) for name, like in columns.items()}
     documents: list[Document] = []
     units: list[int] = []  # of each document
     spans: list[int] = []  # the lengths of documents and of the padding behind those of a sequence
@@ -167,7 +124,7 @@ def _lay_out_batch(
             for document in unit:
                 n, before = len(document.tokens), document.prefix_length
                 end = start + n
-                assert end <= tokens.shape[1], f"sequence {row} holds {end} tokens or more, not {tokens.shape[1]}"
+                assert end <= seq_len, f"sequence {row} holds {end} tokens or more, not {seq_len}"
                 tokens[row, start:end] = document.tokens
                 targets[row, start : end - 1] = document.tokens[1:]
                 positions[row, start:end] = np.arange(before, before + n)
@@ -179,12 +136,12 @@ def _lay_out_batch(
                 units.append(number)
                 spans.append(n)
                 start = end
-        spans.append(tokens.shape[1] - start)
+        spans.append(seq_len - start)
     of_unit = np.array(units, np.int64)
     ends = np.cumsum([n for n in spans if n], dtype=np.int32)
     prefix_lengths = tuple(document.prefix_length for document in documents)
     return Batch(
-        **{name: torch.from_numpy(values) for name, values in arrays.items()},
+        **arrays,
         units=torch.from_numpy(of_unit),
         lengths=tuple(len(document.tokens) for document in documents),
         prefix_lengths=prefix_lengths,

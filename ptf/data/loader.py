@@ -8,25 +8,23 @@ the sequences of its own partitions; the rank of a group that trains a sequence 
 attention (ptf/data/rank_balancing.py).
 """
 
+import contextlib
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ptf.data.batch import Batch, Buffers, lay_out
+from ptf.data.batch import Batch, lay_out
 from ptf.data.document import PackUnit, length
 from ptf.data.packing import idle
 from ptf.data.partitions import Partitions
-from ptf.data.rank_balancing import FAILED, GOES_ON, STEPS, STOPS, Peers, exchange_sequences
+from ptf.data.rank_balancing import FAILED, STOPS, PeerEnded, Peers, exchange_sequences
 from ptf.errors import UserError
 
 AHEAD = 4  # global steps that are packed ahead
-
-
-_States = tuple[dict[int, dict[str, Any]], dict[str, int]]  # the state of each partition after a step, and the counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class Loader(Iterator[list[Batch]]):
         self._factory, self._partitions, self._sequences = partition_factory, partitions, sequences
         self._micro_sequences, self._seq_len = micro_batch_sequences, seq_len
         self._peers = peers if peers is not None and peers.size > 1 else None
-        self._buffers = Buffers(pinned=pinned)
+        self._pinned = pinned
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self._template: PackUnit | None = None
@@ -90,21 +88,20 @@ class Loader(Iterator[list[Batch]]):
                 stream.load_state_dict(states[str(partition)])
         self._partition_states: dict[int, dict[str, Any]] = {}
         self._partition_counts: dict[int, Mapping[str, int]] = {}
-        self._totals: dict[str, int] = {}  # the sums of these counts
+        self._totals: Counter[str] = Counter()  # the sums of these counts
         self._states, self.counts = self._snapshot(self._served)
 
-    def _snapshot(self, partitions: Iterable[int]) -> _States:
-        """Return the states of all partitions and their counts, given the partitions that have been read since the last
+    def _snapshot(self, partitions: Iterable[int]) -> tuple[dict[int, dict[str, Any]], dict[str, int]]:
+        """Return the state of each partition and their counts, given the partitions that have been read since the last
         call.
 
         A step reads few partitions of a rank that serves many.
         """
         for partition in dict.fromkeys(partitions):  # a step may take several sequences of a partition
             self._partition_states[partition] = self._served[partition].state_dict()
-            before, counts = self._partition_counts.get(partition, {}), dict(self._served[partition].counts())
-            self._partition_counts[partition] = counts
-            for key, count in counts.items():
-                self._totals[key] = self._totals.get(key, 0) + count - before.get(key, 0)
+            self._totals.subtract(self._partition_counts.get(partition, {}))
+            self._partition_counts[partition] = dict(self._served[partition].counts())
+            self._totals.update(self._partition_counts[partition])
         return dict(self._partition_states), dict(self._totals)
 
     def _partitions_of(self, step: int) -> list[int]:
@@ -112,61 +109,34 @@ class Loader(Iterator[list[Batch]]):
         return [(step * self._sequences + j) % self._partitions for j in self._sequence_numbers]
 
     def _read(self, step: int) -> list[list[PackUnit]]:
-        """Return this rank's sequences of a step."""
         sequences = [next(self._served[partition], []) for partition in self._partitions_of(step)]
         if not all(sequences):  # a partition that has ended gives sequences that train nothing
             nothing = [idle([[self._template_unit(sequences)]])]
             sequences = [sequence or nothing for sequence in sequences]
         return sequences
 
-    def _lay_out_step(self, sequences: list[list[PackUnit]], numbers: list[int], states: _States) -> _Share:
-        batches = lay_out(sequences, self._seq_len, self._micro_sequences, self._buffers)
-        tokens = sum(length(unit) for sequence in sequences for unit in sequence)
-        return _Share(batches, numbers, tokens / (len(sequences) * self._seq_len), *states)
-
     def _steps(self, step: int, stop: threading.Event) -> Iterator[_Share]:
-        """Yield the steps from `step` on, until `stop` is set."""
-        if self._peers is None:
-            while not stop.is_set():
+        """Yield the steps from `step` on, until `stop` is set. The ranks that exchange sequences end together."""
+        while not stop.is_set():
+            try:
                 sequences, states = self._read(step), self._snapshot(self._partitions_of(step))
-                yield self._lay_out_step(sequences, self._sequence_numbers, states)
-                step += 1
-        else:
-            yield from self._exchanged_steps(step, stop, self._peers)
+            except BaseException:
+                self._leave(FAILED)
+                raise
+            numbers = self._sequence_numbers
+            if self._peers is not None:
+                sequences, numbers = exchange_sequences(sequences, numbers, self._peers)
+            batches = lay_out(sequences, self._seq_len, self._micro_sequences, self._pinned)
+            tokens = sum(length(unit) for sequence in sequences for unit in sequence)
+            yield _Share(batches, numbers, tokens / (len(sequences) * self._seq_len), *states)
+            step += 1
+        self._leave(STOPS)
 
-    def _exchanged_steps(self, step: int, stop: threading.Event, peers: Peers) -> Iterator[_Share]:
-        """Make and exchange several steps at a time: one at first, so that training begins soon, then twice as many
-        each time, up to `STEPS`.
-
-        While new steps are made, the previous ones are laid out and yielded, so that the consumer does not wait.
-        """
-        # steps that are exchanged but not yet yielded
-        ready: deque[tuple[list[list[PackUnit]], list[int], _States]] = deque()
-        together, error, ended = 1, None, None
-        while not ended:
-            made: list[tuple[list[list[PackUnit]], _States]] = []
-            while len(made) < together and not error:
-                if ready:
-                    yield self._lay_out_step(*ready.popleft())
-                if stop.is_set():
-                    exchange_sequences([], self._sequence_numbers, peers, STOPS)
-                    return
-                try:
-                    number = step + len(made)
-                    made.append((self._read(number), self._snapshot(self._partitions_of(number))))
-                except BaseException as e:
-                    # raised later: first the ranks that wait for this rank's sequences get the steps made before it
-                    error = e
-            exchanged, ended = exchange_sequences(
-                [sequences for sequences, _ in made], self._sequence_numbers, peers, FAILED if error else GOES_ON
-            )
-            ready += [
-                (sequences, numbers, states) for (sequences, numbers), (_, states) in zip(exchanged, made, strict=False)
-            ]
-            step, together = step + len(made), min(2 * together, STEPS)
-        for step_data in ready:
-            yield self._lay_out_step(*step_data)
-        raise error or ended
+    def _leave(self, reason: int) -> None:
+        """Tell the ranks that wait for this rank's sequences that it makes no more."""
+        if self._peers is not None:
+            with contextlib.suppress(PeerEnded):
+                exchange_sequences([], self._sequence_numbers, self._peers, reason)
 
     def _template_unit(self, sequences: list[list[PackUnit]]) -> PackUnit:
         """Return a unit that has the columns of all samples, even if this rank has no sequences left."""
@@ -178,33 +148,21 @@ class Loader(Iterator[list[Batch]]):
         self._template = template
         return template
 
-    def _work(self, step: int, out: queue.Queue, stop: threading.Event) -> None:
+    def _work(self, step: int, out: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event) -> None:
         """Put steps into the queue, and the error that ends them; runs in the thread."""
-        steps = self._steps(step, stop)
-        while True:
-            item: _Share | BaseException
-            try:
-                item = next(steps)
-            except StopIteration:
-                return
-            except BaseException as e:  # the consumer raises it
-                item = e
-            while not stop.is_set():
-                try:
-                    out.put(item, timeout=0.1)
-                    break
-                except queue.Full:
-                    continue
-            if isinstance(item, BaseException):
-                return
+        try:
+            for share in self._steps(step, stop):
+                room.acquire()
+                out.put(share)
+        except BaseException as e:  # the consumer raises it
+            out.put(e)
 
     def __next__(self) -> list[Batch]:
         if self._thread is None:
-            self._queue: queue.Queue = queue.Queue(maxsize=AHEAD)
-            self._stop = threading.Event()
-            self._thread = threading.Thread(
-                target=self._work, args=(self.step, self._queue, self._stop), name="ptf-loader", daemon=True
-            )
+            self._queue: queue.SimpleQueue = queue.SimpleQueue()
+            self._room, self._stop = threading.Semaphore(AHEAD), threading.Event()
+            work = self.step, self._queue, self._room, self._stop
+            self._thread = threading.Thread(target=self._work, args=work, name="ptf-loader", daemon=True)
             self._thread.start()
         start = time.perf_counter()
         try:
@@ -217,6 +175,7 @@ class Loader(Iterator[list[Batch]]):
         if isinstance(item, BaseException):
             self._queue.put(item)  # so that the next call raises it too
             raise item
+        self._room.release()
         self.step += 1
         self.fill, self.numbers, self._states, self.counts = item.fill, item.numbers, item.states, item.counts
         return item.batches
@@ -246,6 +205,7 @@ class Loader(Iterator[list[Batch]]):
         if self._thread is None:
             return
         self._stop.set()
+        self._room.release()
         self._thread.join(timeout_s)
         # with peers, the thread may be waiting for ranks that have ended; it ends with the process
         if self._thread.is_alive() and self._peers is None:

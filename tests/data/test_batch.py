@@ -1,5 +1,4 @@
-"""Sequences as tensors: laid out together they are what a plain loop over documents makes of each,
-and memory is used again only when nobody holds it."""
+"""Sequences as tensors: laid out together they are what a plain loop over documents makes of each."""
 
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.batch import Batch, Buffers, lay_out
+from ptf.data.batch import Batch, lay_out
 from ptf.data.document import Document, PackUnit
 
 SEQ_LEN = 24
@@ -79,10 +78,8 @@ def packed(draw: Any) -> list[list[PackUnit]]:
 def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
     sequences: list[list[PackUnit]], micro_batch_sequences: int
 ) -> None:
-    buffers = Buffers()
-    buffers.buffer(36 * len(sequences) * SEQ_LEN)[:] = 255  # whatever was there before
     parts = [sequences[i : i + micro_batch_sequences] for i in range(0, len(sequences), micro_batch_sequences)]
-    for batch, part in zip(lay_out(sequences, SEQ_LEN, micro_batch_sequences, buffers), parts, strict=True):
+    for batch, part in zip(lay_out(sequences, SEQ_LEN, micro_batch_sequences), parts, strict=True):
         wanted, samples = plain(part), [sample for sequence in part for unit in sequence for sample in unit]
         for name in ("tokens", "targets", "positions", "segments", "loss_weights"):
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name
@@ -97,25 +94,17 @@ def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_memory_is_used_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
-    """Page-locked memory is asked for where there is a GPU; without one, torch gives other memory for it here."""
+def test_page_locked_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    """Torch gives other memory for it here, where there is no GPU."""
     asked, empty = [], torch.empty
 
     def without_gpu(*size: int, pin_memory: bool = False, **more: Any) -> torch.Tensor:
         asked.append(pin_memory)
-        return empty(*size, **more)
+        return empty(*size, **more).fill_(99)  # whatever was there before
 
     monkeypatch.setattr(torch, "empty", without_gpu)
-    buffers, sequences = (
-        Buffers(pinned=pinned),
-        [[(Document(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2,
-    )
-    first = lay_out(sequences, SEQ_LEN, 1, buffers)
-    place, kept = first[0].tokens.data_ptr(), first[1].loss_weights[0, 3:]
-    del first
-    # a part of one tensor is held still
-    assert lay_out(sequences[:2], SEQ_LEN, 1, buffers)[0].tokens.data_ptr() != place
-    assert kept[:5].tolist() == [1.0] * 5
-    del kept
-    assert lay_out(sequences, SEQ_LEN, 1, buffers)[0].tokens.data_ptr() == place
-    assert asked == [True] * 2 * pinned
+    sequences: list[list[PackUnit]] = [[(Document(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
+    first, second = lay_out(sequences, SEQ_LEN, 1, pinned)
+    assert asked == [pinned] * 10
+    assert first.loss_weights.sum() == second.loss_weights.sum() == 8
+    assert (first.segments >= 0).sum() == 9
