@@ -50,12 +50,9 @@ class Mixer(Iterator[T], Generic[T]):
         """The amount taken from each stream, in samples or in units of `size`."""
         self.last = ""
         """The stream that the last item is of."""
-        self._left = self._open()
-        self._changed = list(streams)  # streams from which an item was taken since the last `_update`
 
     def __next__(self) -> T:
-        self._update()
-        left = self._left
+        left = self._left()
         if not left:
             raise StopIteration
         name = left[0]
@@ -66,23 +63,16 @@ class Mixer(Iterator[T], Generic[T]):
         item = next(self._streams[name])
         self.last = name
         self.taken[name] += 1 if self._size is None else self._size(item)
-        self._changed = [name]
         return item
 
-    def _update(self) -> None:
-        """Find out which streams have yielded their epochs or have no more items, and which are left."""
-        for name in self._changed:
-            if name not in self._empty:
-                passes, epochs = self._streams[name].passes(), self._epochs.get(name)
-                if passes is None or (epochs is not None and passes >= epochs):
-                    self._ended.add(name)
-                    if passes is None:
-                        self._empty.add(name)
-                    self._left = self._open()
-        self._changed = []
-
-    def _open(self) -> list[str]:
+    def _left(self) -> list[str]:
         """Return the streams to take items from; an empty list if the mixture has ended."""
+        for name, stream in self._streams.items():
+            passes, epochs = stream.passes(), self._epochs.get(name)
+            if passes is None:
+                self._empty.add(name)
+            if passes is None or (epochs is not None and passes >= epochs):
+                self._ended.add(name)
         left = [name for name in self._streams if name not in self._ended]
         if not left or (self._exhausted == "stop" and self._ended - self._empty):
             return []
@@ -90,12 +80,11 @@ class Mixer(Iterator[T], Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last item."""
-        streams = {name: stream.state_dict() for name, stream in self._streams.items()}
         return {
             "taken": dict(self.taken),
             "ended": sorted(self._ended),
             "empty": sorted(self._empty),
-            "streams": streams,
+            "streams": {name: stream.state_dict() for name, stream in self._streams.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -104,7 +93,6 @@ class Mixer(Iterator[T], Generic[T]):
         self._ended, self._empty = set(state["ended"]), set(state["empty"])
         for name, stream in self._streams.items():
             stream.load_state_dict(state["streams"][name])
-        self._left, self._changed = self._open(), list(self._streams)
 
 
 @dataclass(frozen=True)
