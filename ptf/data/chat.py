@@ -18,8 +18,8 @@ import numpy as np
 from ptf.data.completion import INSIDE, complete_answer
 from ptf.data.context import raise_if_unseen
 from ptf.data.document import Document
-from ptf.data.incremental_encode import encode_incrementally
-from ptf.data.messages import LARGEST, THOUGHTS
+from ptf.data.incremental_encode import common_prefix_length, encode_incrementally
+from ptf.data.messages import LARGEST, THOUGHTS, called_function
 from ptf.data.rendering import WAYS_OUT
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
@@ -235,9 +235,7 @@ def _all_of(samples: Sequence[list[int]], source: str) -> list[Document]:
     result, before = [], samples[0][:1]
     for ids in samples:
         weights = np.ones(len(ids), np.float32)
-        pairs = enumerate(zip(before, ids, strict=False))
-        common = next((k for k, (a, b) in pairs if a != b), min(len(before), len(ids)))
-        weights[:common] = 0.0
+        weights[: common_prefix_length(before, ids)] = 0.0
         result.append(Document(np.array(ids, np.int32), weights, source))
         before = ids
     return result
@@ -248,7 +246,6 @@ class Refused(UserError):
 
 
 def _refusal(i: int, tokenizer: Tokenizer, what: str) -> UserError:
-    """Return the error for turn i."""
     return Refused(f"chat template {tokenizer.template_name}, turn {i}: {what}")
 
 
@@ -277,7 +274,7 @@ def served_turn(
         through = tokenizer.render_text(messages[: i + 1], False, tools, arguments)
         try:
             if not through.startswith(prompt):
-                start = next(k for k, (a, b) in enumerate(zip(prompt, through + "\0", strict=False)) if a != b)
+                start = common_prefix_length(prompt, through)
                 ends, written = prompt[start:][:60], through[start:][:60]
                 raise fail(
                     f"the generation prompt ends in {ends!r}, the turn is rendered as {written!r}: "
@@ -403,17 +400,6 @@ def clean(messages: Any) -> list[dict[str, Any]]:
 
 
 def _clean_call(i: int, call: Any) -> dict[str, Any]:
-    """Return a tool call of message i with its arguments as an object. Raises UserError for an invalid call."""
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UserError(f"message {i}: a tool call must be an object with a function's `name` and `arguments`")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise UserError(
-                f"message {i}: the arguments of {function['name']} are not JSON: {arguments[:80]!r}"
-            ) from None
-    function = {**function, "arguments": arguments}
+    """Return a tool call of message i in the form of type function. Raises UserError for an invalid call."""
+    function = called_function(call, f"message {i}")
     return {**call, "function": function} if "function" in call else {"type": "function", "function": function}

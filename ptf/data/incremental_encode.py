@@ -8,6 +8,7 @@ where one follows the other. Whether a tokenizer has this property is tested, no
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 from ptf.data.tokenizer import Tokenizer
 
@@ -36,8 +37,6 @@ def encode_incrementally(texts: Sequence[str], tokenizer: Tokenizer) -> list[lis
     return encoded
 
 
-def common_prefix_length(a: str, b: str) -> int:
-    """Return the number of characters at the start of two texts that are equal."""
-    if b.startswith(a):
-        return len(a)
+def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return how much at the start of two texts, or of two lists, is equal."""
     return bisect_left(range(min(len(a), len(b))), True, key=lambda n: a[: n + 1] != b[: n + 1])

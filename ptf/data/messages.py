@@ -69,7 +69,6 @@ def normalize_messages(value: Any, name: str, columnar: bool = False) -> Any:
 
 
 def _is_call(message: Message) -> bool:
-    """Return whether a message of a row is a tool call by its role."""
     return message.get("role", message.get("from")) in CALLS
 
 
@@ -169,15 +168,21 @@ def _text(parts: Sequence[Any], where: str) -> str:
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     """Return a tool call whose arguments are an object."""
+    function = called_function(call, where)
+    what = f"{where}: the arguments of {function['name']}"
+    if not isinstance(function["arguments"], dict):
+        raise UserError(f"{what} must be an object, not {_kind(function['arguments'])}")
+    raise_if_unprintable(function["arguments"], what)
+    return {**call, "function": function} if "function" in call else function
+
+
+def called_function(call: Any, where: str) -> dict[str, Any]:
+    """Return the function of a tool call, its arguments read where they are JSON. Raises UserError for another form."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call must be an object with a function's `name` and `arguments`")
     arguments = parse_json(function.get("arguments") or {}, f"{where}: the arguments of {function['name']}")
-    if not isinstance(arguments, dict):
-        raise UserError(f"{where}: the arguments of {function['name']} must be an object, not {_kind(arguments)}")
-    raise_if_unprintable(arguments, f"{where}: the arguments of {function['name']}")
-    function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+    return {**function, "arguments": arguments}
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:

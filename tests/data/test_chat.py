@@ -158,7 +158,10 @@ USER, CALL = {"role": "user", "content": "a"}, {"function": {"name": "f", "argum
             [USER, {"role": "assistant", "content": "b<|im_end|>c"}],
             "turn 1: the end-of-turn token '<|im_end|>' stands inside",
         ),
-        ([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], "arguments of f are not JSON"),
+        (
+            [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
+            "message 1: the arguments of f is not",
+        ),
     ],
 )
 def test_bad_conversations_are_refused(characters: Tokenizer, messages: Any, message: str) -> None:
