@@ -90,6 +90,19 @@ class Trajectory:
         return np.array([len(generation.sampled_ids) for generation in self.generations], np.int64)
 
 
+def response_record(t: Trajectory) -> dict[str, Any]:
+    """Return the record of an episode in `samples.jsonl`, in the evaluate stage's `responses/`, and for
+    `evaluate.metrics`: `row`, the data row; `response`, the policy's text; `reward`, or null without one; and
+    `no_result`, the reason if scoring failed, otherwise null."""
+    outcome = t.outcome
+    return {
+        "row": t.prompt.row,
+        "response": t.text,
+        "reward": outcome.value if isinstance(outcome, Reward) else None,
+        "no_result": outcome.reason if isinstance(outcome, NoResult) else None,
+    }
+
+
 def group_into_documents(generations: Sequence[Generation]) -> list[list[int]]:
     """Group generations, by their indices, into runs that make one document each.
 

@@ -16,9 +16,8 @@ from ptf.compute.lease import UNSHARED, Lease
 from ptf.compute.tracking import StepLines
 from ptf.config.sections.track import TrackConfig
 from ptf.data.document import PackUnit
-from ptf.data.response_record import response_record
 from ptf.data.tokenizer import Tokenizer
-from ptf.data.trajectory import Group, Reward, Trajectory, documents_of, samples_of
+from ptf.data.trajectory import Group, Reward, Trajectory, documents_of, response_record, samples_of
 
 
 class ResponseLog:

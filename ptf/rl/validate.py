@@ -10,8 +10,7 @@ import torch
 from ptf.compute.device_defaults import computes_on_gpu
 from ptf.compute.meter import peak_flops
 from ptf.config import Job
-from ptf.data.response_record import response_record
-from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory
+from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory, response_record
 from ptf.errors import UserError
 from ptf.model import model_files
 from ptf.model.kernels import matrix_product
