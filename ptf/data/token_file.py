@@ -52,12 +52,11 @@ def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
             raise UserError(
                 f"only some of the row's samples have the per-token values {name}; all of them must, or none"
             )
-    weights = np.concatenate([sample.loss_weights for sample in samples] or [np.zeros(0, np.float32)])
     return {
         "atoms": np.array([len(unit) for unit in units], np.int32),
         "lengths": np.array([len(sample) for sample in samples], np.int32),
         "tokens": np.concatenate([sample.tokens for sample in samples] or [np.zeros(0, np.int32)]),
-        "weights": runs(weights),
+        "weights": runs(np.concatenate([sample.loss_weights for sample in samples] or [np.zeros(0, np.float32)])),
         "sources": [sample.source for sample in samples],
         "streams": {name: np.concatenate([sample.token_columns[name] for sample in samples]) for name in names},
     }
@@ -67,11 +66,7 @@ def runs(weights: np.ndarray) -> np.ndarray:
     """Return the lengths of runs of equal weights and the bits of each weight, [n] float32 → [runs, 2] int32."""
     bits = np.ascontiguousarray(weights, np.float32).view(np.int32)
     ends = np.append((bits[1:] != bits[:-1]).nonzero()[0] + 1, len(bits)) if len(bits) else np.zeros(0, np.int64)
-    result = np.empty((len(ends), 2), np.int32)
-    result[:, 0] = ends
-    result[1:, 0] -= result[:-1, 0].copy()
-    result[:, 1] = bits[ends - 1]
-    return result
+    return np.stack([np.diff(ends, prepend=0), bits[ends - 1]], 1).astype(np.int32)
 
 
 class RowFile:
@@ -81,7 +76,6 @@ class RowFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Create the writer; the file is opened when its columns are known."""
         self._path, self._file, self._pending = path, None, []
         self._token_columns: dict[str, tuple[np.dtype, int]] = {}
 
@@ -106,11 +100,10 @@ class RowFile:
             self._flush()
 
     def _open(self, token_columns: dict[str, tuple[np.dtype, int]]) -> None:
-        """Open the file with the columns of these per-token values."""
         self._token_columns = token_columns
-        metadata = {name: {"kind": kind.name, "k": str(k)} for name, (kind, k) in token_columns.items()}
         fields = [pa.field(name, kind) for name, kind in COLUMNS.items()] + [
-            pa.field(f"{COLUMN_PREFIX}{name}", CELL, metadata=each) for name, each in metadata.items()
+            pa.field(f"{COLUMN_PREFIX}{name}", CELL, metadata={"kind": kind.name, "k": str(k)})
+            for name, (kind, k) in token_columns.items()
         ]
         # A dictionary of cells would only cost time.
         small = [f"{name}.list.element" for name in ("atoms", "lengths", "sources")]
@@ -123,13 +116,12 @@ class RowFile:
         )
 
     def _flush(self) -> None:
-        """Write the pending rows as row groups."""
         assert self._file is not None
         for rows in self._pending:
             arrays = []
             for name, kind in COLUMNS.items():
                 values = [row[name] for row in rows]
-                arrays.append(_cells(values, np.dtype(np.int32)) if kind == CELL else _lists(values, kind))
+                arrays.append(_cells(values, np.dtype(np.int32)) if kind == CELL else pa.array(values, kind))
             for name, (kind, _) in self._token_columns.items():
                 arrays.append(_cells([row["streams"].get(name, np.zeros(0, kind)) for row in rows], kind))
             self._file.write_table(pa.Table.from_arrays(arrays, schema=self._file.schema), ROWS_IN_GROUP)
@@ -150,20 +142,7 @@ def _kind(values: np.ndarray) -> tuple[np.dtype, int]:
 
 def _cells(rows: Sequence[np.ndarray], kind: np.dtype) -> pa.Array:
     """Return each row's values as a cell of bytes."""
-    flat = [np.ascontiguousarray(row, kind).reshape(-1) for row in rows]
-    ends = np.cumsum([0, *(row.nbytes for row in flat)], dtype=np.int64)
-    return pa.Array.from_buffers(CELL, len(flat), [None, pa.py_buffer(ends), pa.py_buffer(np.concatenate(flat))])
-
-
-def _lists(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
-    """Return one list per row."""
-    values = [text for row in rows for text in row] if isinstance(rows[0], list) else np.concatenate(rows)
-    return pa.ListArray.from_arrays(
-        pa.array(np.cumsum([0, *map(len, rows)], dtype=np.int32)), pa.array(values, kind.value_type)
-    )
-
-
-NO_COLUMNS: dict[str, np.ndarray] = {}  # of all samples without per-token values: many dicts slow the collector down
+    return pa.array([np.ascontiguousarray(row, kind).tobytes() for row in rows], CELL)
 
 
 class TokenRows:
@@ -172,7 +151,6 @@ class TokenRows:
     columnar: ClassVar[bool] = False  # it has no meaning here, because a row is its samples
 
     def __init__(self, table: pa.Table):
-        """Read the columns of a row group."""
         self.lines, self.nbytes = table.num_rows, table.nbytes
         first_unit, units = _list(table, "atoms")
         first_sample, lengths = _list(table, "lengths")
@@ -215,7 +193,7 @@ class TokenRows:
         samples = []
         for k in range(first, last):
             start, end = self._ends[k], self._ends[k + 1]
-            own = {name: values[start:end] for name, values in columns.items()} if columns else NO_COLUMNS
+            own = {name: values[start:end] for name, values in columns.items()}
             samples.append(
                 Document(self._tokens[start:end], weights[start - before : end - before], self._sources[k], own)
             )
@@ -236,7 +214,6 @@ class LengthRows(TokenRows):
     """The same rows, of which only the lengths of the pack units are read."""
 
     def __init__(self, table: pa.Table):
-        """Read the lengths of a row group."""
         self.lines, self.nbytes = table.num_rows, table.nbytes
         first_unit, units = _list(table, "atoms")
         ends = np.concatenate([[0], np.cumsum(_list(table, "lengths")[1], dtype=np.int64)])

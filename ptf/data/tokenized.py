@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,25 +44,14 @@ EncodedRows = tuple[list[dict[str, Any]], dict[str, int], list[BadRow], dict[str
 class _Work:
     """Encodes some rows of a block, in this process or in another one."""
 
-    encode: Encode
-    name: str
-    seq_len: int
-    too_long: TooLong
-    spec: SourceSpec
+    encoder: Encoder  # of which each call has a copy, to count its own rows
     skip_bad: bool
     unread: Unread
 
     def __call__(self, block: RowBlock, uri: str, before: int) -> EncodedRows:
         bad_rows: list[BadRow] = []
-        encoder = Encoder(
-            self.encode,
-            self.name,
-            self.spec,
-            self.seq_len,
-            self.too_long,
-            set_aside=(lambda bad, counts: bad_rows.append(bad)) if self.skip_bad else None,
-            unread=self.unread,
-        )
+        set_aside = (lambda bad, counts: bad_rows.append(bad)) if self.skip_bad else None
+        encoder = replace(self.encoder, set_aside=set_aside, counts=dict.fromkeys(COUNTS, 0))
         rows = [unit_columns(encoder(RawRow(block, i, uri, before))) for i in range(len(block))]
         return rows, encoder.counts, bad_rows, self.unread.names
 
@@ -111,19 +100,14 @@ def write(
             return manifest
     with scratch.directory(root) as part:  # other processes may be reading the old files
         (part / "new").mkdir()
-        counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         quarantine = Quarantine(part / "new" / BAD_ROWS, max_bad_rows_share)
         reader = Reader(spec.path)
         spec = with_detected_kind(spec, reader)
         unread = Unread(spec, tokenizer, read_keys, partial(print, f"tokenize: source {name}:", flush=True))
-        work = _Work(encode, name, seq_len, too_long, spec, max_bad_rows_share > 0, unread)
+        encoder = Encoder(encode, name, spec, seq_len, too_long, unread=unread)
+        work = _Work(encoder, max_bad_rows_share > 0, unread)
         with contextlib.closing(RowFile(part / "new" / "rows.parquet")) as file:
-            for rows, counted, bad, names in _encoded(work, reader, spec.limit, processes):
-                counts.update(counted)
-                for row in bad:
-                    quarantine.add(row, counts)
-                unread.note(names)
-                file.write(rows)
+            counts = _write_rows(file, work, reader, spec.limit, processes, quarantine)
         made_with |= {"commit": reader.commit} if reader.commit else {}  # the commit of a dataset on the Hub
         manifest = storage.commit(
             part / "new",
@@ -135,16 +119,29 @@ def write(
         return manifest
 
 
-def _encoded(work: _Work, reader: Reader, limit: int | None, processes: int) -> Iterator[EncodedRows]:
-    """Yield what `work` makes of every row, in groups of the parquet file, in order."""
-    if processes == 1 or sum(reader.sizes) < FEW_BYTES:
-        encoded: Iterable[EncodedRows] = (work(*piece) for piece in _pieces(reader, limit))
-    else:
-        encoded = _in_processes(work, _pieces(reader, limit), processes)
-    with progress.phase(work.name, 100, "% of the files") as phase:
-        for group in _grouped(encoded):
+def _write_rows(
+    file: RowFile, work: _Work, reader: Reader, limit: int | None, processes: int, quarantine: Quarantine
+) -> Mapping[str, int]:
+    """Write what `work` makes of every row, in order and in groups of at least `ROWS_IN_GROUP`; return the counts."""
+    in_one_process = processes == 1 or sum(reader.sizes) < FEW_BYTES
+    pieces = _pieces(reader, limit)
+    encoded = (work(*piece) for piece in pieces) if in_one_process else _in_processes(work, pieces, processes)
+    counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+    group: list[dict[str, Any]] = []
+    with progress.phase(work.encoder.name, 100, "% of the files") as phase:
+        for rows, counted, bad, names in encoded:
+            counts.update(counted)
+            for row in bad:
+                quarantine.add(row, counts)
+            work.unread.note(names)
+            group += rows
+            if len(group) >= ROWS_IN_GROUP:
+                file.write(group)
+                group = []
             phase.done = 100 * reader.share
-            yield group
+    if group:
+        file.write(group)
+    return counts
 
 
 def _pieces(reader: Reader, limit: int | None) -> Iterator[tuple[RowBlock, str, int]]:
@@ -172,7 +169,7 @@ def _in_processes(work: _Work, pieces: Iterator[tuple[RowBlock, str, int]], proc
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool:
-            raise RuntimeError(f"a process that tokenized {work.name} died (out of memory?)") from None
+            raise RuntimeError(f"a process that tokenized {work.encoder.name} died (out of memory?)") from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -188,22 +185,6 @@ def _quiet_forks() -> Iterator[None]:
         os.environ.pop("TOKENIZERS_PARALLELISM")
         if before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _grouped(encoded: Iterable[EncodedRows]) -> Iterator[EncodedRows]:
-    """Yield the same rows in groups of at least `ROWS_IN_GROUP`."""
-    counts: Counter[str] = Counter()
-    rows, bad, names = list[dict[str, Any]](), list[BadRow](), dict[str, str]()
-    for more, counted, bad_rows, told in encoded:
-        rows += more
-        counts.update(counted)
-        bad += bad_rows
-        names = told | names
-        if len(rows) >= ROWS_IN_GROUP:
-            yield rows, counts, bad, names
-            rows, counts, bad = [], Counter(), []
-    if rows:
-        yield rows, counts, bad, names
 
 
 def made_by(tokenizer: Tokenizer) -> dict[str, Any]:
