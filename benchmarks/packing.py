@@ -45,7 +45,7 @@ def mixes(count: int) -> dict[str, np.ndarray]:
 def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, float], list[list[int]]]:
     """Fill, documents a second of packing alone and with sequences laid out, the longest wait in sequences,
     and the sequences by numbers of their documents."""
-    from ptf.data.batch import Buffers, lay_out
+    from ptf.data.batch import lay_out
     from ptf.data.document import Document
     from ptf.data.packing import Packer
 
@@ -56,9 +56,8 @@ def ours(lengths: np.ndarray, width: int, lookahead: int) -> tuple[dict[str, flo
     began = time.process_time()
     sequences = list(Packer(iter(samples), width, lookahead))
     packed = time.process_time()
-    buffers = Buffers()
     for at in range(0, len(sequences), SEQUENCES):
-        lay_out(sequences[at : at + SEQUENCES], width, SEQUENCES, buffers)
+        lay_out(sequences[at : at + SEQUENCES], width, SEQUENCES)
     done = time.process_time()
     names = [[number[id(unit)] for unit in sequence] for sequence in sequences]
     fill = fill_of([[int(lengths[i]) for i in sequence] for sequence in names], width, lookahead)
@@ -88,13 +87,16 @@ def fill_of(sequences: list[list[int]], width: int, lookahead: int) -> float:
 
 def by_lookahead(lengths: np.ndarray, width: int) -> list[str]:
     """Fill and documents a second of packing the lengths alone, for each look-ahead."""
+    from ptf.data.document import length
     from ptf.data.packing import Packer
+    from ptf.data.token_file import placeholder_unit
 
-    cells = []
+    cells, units = [], [placeholder_unit(n) for n in lengths.tolist()]
     for lookahead in LOOKAHEADS:
         began = time.process_time()
-        sequences = list(Packer(iter(lengths.tolist()), width, lookahead, size=int))
+        packed = list(Packer(iter(units), width, lookahead))
         rate = len(lengths) / (time.process_time() - began)
+        sequences = [[length(unit) for unit in sequence] for sequence in packed]
         cells.append(f"{fill_of(sequences, width, lookahead):.4f} ({rate / 1e3:,.0f} k/s)")
     return cells
 

@@ -8,32 +8,22 @@ eighth of a sequence is filled by two or three units at once (`_first_of_last`),
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
 
 import numpy as np
 
 from ptf.data.document import Document, PackUnit, length
 from ptf.errors import UserError
 
-T = TypeVar("T")
 
-
-class Packer(Iterator[list[T]], Generic[T]):
+class Packer(Iterator[list[PackUnit]]):
     """Packed sequences of units. Over a finite iterator it ends when every unit is in a sequence."""
 
-    def __init__(
-        self,
-        units: Iterator[T],
-        seq_len: int,
-        lookahead: int = 64,
-        size: Callable[[T], int] = length,
-        pending: Sequence[T] = (),
-    ):
-        """Make a packer of `units`; `size` returns the tokens of one. Units that are `pending` come first."""
-        self._units, self._seq_len, self._lookahead, self._size = units, seq_len, lookahead, size
-        self._window: dict[int, T] = {}  # number of arrival → unit, oldest first
+    def __init__(self, units: Iterator[PackUnit], seq_len: int, lookahead: int = 64, pending: Sequence[PackUnit] = ()):
+        """Make a packer of `units`, of which those that are `pending` come first."""
+        self._units, self._seq_len, self._lookahead = units, seq_len, lookahead
+        self._window: dict[int, PackUnit] = {}  # number of arrival → unit, oldest first
         self._arrivals = 0
         self._ages: dict[int, list[int]] = {}  # length → numbers of arrival of the units of that length, oldest first
         self._bits = 0  # bit n: the window has a unit of n tokens
@@ -41,17 +31,17 @@ class Packer(Iterator[list[T]], Generic[T]):
         self._admit(iter(pending), len(pending))
 
     @property
-    def pending(self) -> list[T]:
+    def pending(self) -> list[PackUnit]:
         """The units of the look-ahead window, the oldest first: with the stream's own state, the packer's state."""
         return list(self._window.values())
 
-    def _admit(self, units: Iterator[T], most: int) -> None:
+    def _admit(self, units: Iterator[PackUnit], most: int) -> None:
         """Fill the window up to `most` units. Raise UserError for one that is longer than a sequence."""
         while len(self._window) < most:
             unit = next(units, None)
             if unit is None:
                 return
-            n = self._size(unit)
+            n = length(unit)
             if n > self._seq_len:
                 raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {self._seq_len}")
             self._window[self._arrivals] = unit
@@ -60,12 +50,12 @@ class Packer(Iterator[list[T]], Generic[T]):
             self._mirror |= 1 << (self._seq_len - n)
             self._arrivals += 1
 
-    def __next__(self) -> list[T]:
+    def __next__(self) -> list[PackUnit]:
         self._admit(self._units, self._lookahead)
         if not self._window:
             raise StopIteration
-        sequence, room = list[T](), self._seq_len
-        n: int | None = self._size(next(iter(self._window.values())))
+        sequence, room = list[PackUnit](), self._seq_len
+        n: int | None = length(next(iter(self._window.values())))
         while n is not None:
             of_this_length = self._ages[n]
             sequence.append(self._window.pop(of_this_length.pop(0)))
