@@ -28,8 +28,7 @@ def wanted(spec: TokensConfig) -> dict[str, str]:
     Raises UserError that names the line of the file that is wrong, or a token that occurs twice.
     """
     descriptions: dict[str, str] = {}
-    from_file = _rows(spec.file) if spec.file else []
-    for token, description in [*((t, "") for t in spec.added), *from_file]:
+    for token, description in [*((t, "") for t in spec.added), *(_rows(spec.file) if spec.file else ())]:
         if token in descriptions or not token:
             raise UserError(f"model.tokens: the token {token!r} is {'listed twice' if token else 'empty'}")
         descriptions[token] = description

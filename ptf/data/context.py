@@ -112,8 +112,6 @@ def _parts(i: int, message: Mapping[str, Any]) -> list[Passage]:
 
 
 def _call(i: int, k: int, message: Mapping[str, Any]) -> Passage:
-    """Return tool call k of message i as a part."""
-
     def replace(changed: Conversation, word: str) -> None:
         calls = list(changed[0][i]["tool_calls"])
         calls[k] = _named(calls[k], word)
@@ -125,8 +123,6 @@ def _call(i: int, k: int, message: Mapping[str, Any]) -> Passage:
 
 
 def _tool(k: int, tool: Any) -> Passage:
-    """Return tool k as a part."""
-
     def replace(changed: Conversation, word: str) -> None:
         changed[1][k] = _named(tool, word)
 

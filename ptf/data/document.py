@@ -46,22 +46,23 @@ class Document:
 
     def take(self, which: slice | np.ndarray) -> "Document":
         """Return the document of some of the tokens, given as a slice or as indices."""
-        token_columns = {name: values[which] for name, values in self.token_columns.items()}
         return replace(
-            self, tokens=self.tokens[which], loss_weights=self.loss_weights[which], token_columns=token_columns
+            self,
+            tokens=self.tokens[which],
+            loss_weights=self.loss_weights[which],
+            token_columns={name: values[which] for name, values in self.token_columns.items()},
         )
 
     def after(self, context: np.ndarray) -> "Document":
         """Return the document behind further tokens, which have no weight and zeros in the columns."""
-        token_columns = {
-            name: np.concatenate([np.zeros((len(context), *values.shape[1:]), values.dtype), values])
-            for name, values in self.token_columns.items()
-        }
         return replace(
             self,
             tokens=np.concatenate([context, self.tokens]),
             loss_weights=np.concatenate([np.zeros(len(context), np.float32), self.loss_weights]),
-            token_columns=token_columns,
+            token_columns={
+                name: np.concatenate([np.zeros((len(context), *values.shape[1:]), values.dtype), values])
+                for name, values in self.token_columns.items()
+            },
         )
 
     def idle(self) -> "Document":

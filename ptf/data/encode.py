@@ -309,8 +309,7 @@ def limit_length(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUn
             )
         pieces = [sample.take(slice(start, end)) for sample in unit for start, end in _ends(sample, seq_len)]
         return [(piece,) for piece in pieces if piece.loss_weights[1:].any()]
-    room = seq_len // len(unit)
-    cut = tuple(s.take(slice(*next(_ends(s, room)))) for s in unit)
+    cut = tuple(s.take(slice(*next(_ends(s, seq_len // len(unit))))) for s in unit)
     return [cut] if all(s.loss_weights[1:].any() for s in cut) else []
 
 

@@ -63,5 +63,4 @@ def raise_if_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any],
 
 
 def _digest(fact: Any) -> str:
-    """Return the SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(fact, ensure_ascii=False, default=str).encode()).hexdigest()

@@ -29,7 +29,6 @@ class Partition(Iterator[list[PackUnit]]):
     """Stream[list[PackUnit]]: a partition's packed sequences, and what its encoders counted."""
 
     def __init__(self, encoded: Mapping[str, Encoded], mixer: Mixer[PackUnit], seq_len: int, lookahead: int):
-        """Make the partition: `mixer` mixes the `encoded` streams of the sources."""
         self._encoded, self._mixer, self._seq_len, self._lookahead = encoded, mixer, seq_len, lookahead
         self._packer = Packer(mixer, seq_len, lookahead)
         # rows of each source in the packed sequences so far; not part of the state
@@ -122,14 +121,12 @@ class Partitions:
         return self._unread[name]
 
     def _encoded(self, name: str, partition: int) -> Encoded:
-        """Return the encoded stream of a source in a partition."""
         file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
         aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
         encoder = self.wrap(name, self.encoder(name, aside, self.unread(name)))
-        source = self.opened(name)[0].partition(partition)
         return Encoded(
             name,
-            source,
+            self.opened(name)[0].partition(partition),
             encoder,
             self.uncounted_encoder(name),
             self.partitions,
@@ -164,7 +161,6 @@ class Partitions:
         return islice(rows_once(ordered.reader, ordered.limit), most)
 
     def _has_samples(self, name: str) -> bool:
-        """Return whether any row of a source gives a sample."""
         if name not in self._gives_samples:
             self._gives_samples[name] = any(map(self.uncounted_encoder(name), self.first_rows(name)))
         return self._gives_samples[name]

@@ -56,18 +56,12 @@ def prefix_groups(samples: Sequence[Document], seq_len: int) -> list[PackUnit]:
 
 
 def separate(unit: PackUnit) -> list[Document]:
-    """Return the samples of a group, each with its prefix."""
+    """Return the samples of a group, each with its prefix, which has no weight and zeros in the columns."""
     head = unit[0]
-    return [head, *(with_prefix(head, sample) for sample in unit[1:])]
-
-
-def with_prefix(head: Document, sample: Document) -> Document:
-    """Return a sample with the prefix that it shares with `head`; the prefix has no weight and zeros in the columns."""
-    return replace(sample.after(head.tokens[: sample.prefix_length]), prefix_length=0)
+    return [head, *(replace(sample.after(head.tokens[: sample.prefix_length]), prefix_length=0) for sample in unit[1:])]
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the common prefix of two token sequences."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n

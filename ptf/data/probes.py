@@ -133,11 +133,9 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def _answer(word: str) -> list[Message]:
-    """Return a probe conversation that ends with a response."""
     return [{"role": "user", "content": "1"}, {"role": "assistant", "content": word}]
 
 
 def _tool_call(word: str) -> list[Message]:
-    """Return a probe conversation that ends with a tool call."""
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": word}}}
     return [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

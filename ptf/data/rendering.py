@@ -65,8 +65,7 @@ class Rendering:
         """Return the arguments that these settings add to a template."""
         if self.date is None:
             return {}
-        day = datetime.datetime.fromisoformat(self.date)
-        return {"strftime_now": day.strftime}
+        return {"strftime_now": datetime.datetime.fromisoformat(self.date).strftime}
 
     @classmethod
     def read(cls, directory: str | Path) -> "Rendering":

@@ -78,7 +78,6 @@ def differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _up_to_last_user(messages: Sequence[Any]) -> Sequence[Any]:
-    """Return the messages up to the last one of the user."""
     return messages[: max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1) + 1]
 
 

@@ -131,14 +131,13 @@ def survey_source(
             longest = heapq.nlargest(LONGEST, [*longest, (max(map(length, row_units)), place.where)])
     whole = next(places, None) is None
     rows = float(read) if whole else max(ordered.reader.rows, float(read))
-    lengths = np.array([length(unit) for unit in units], np.int64)
     return SourceSurvey(
         name,
         spec.kind,
         encoder.counts,
         min(rows, spec.limit or rows),
         whole,
-        lengths,
+        np.array([length(unit) for unit in units], np.int64),
         tuple(longest),
         tuple(bad[:WORST]),
         left_out(bad, encoder.counts["too_long"], partitions.seq_len)

@@ -90,16 +90,8 @@ class Tokenizer:
     def _forget(self) -> None:
         """Drop the cached properties, which depend on the vocabulary and the chat template."""
         self.last_encoded = ("", [])
-        for name in (
-            "_unknown",
-            "_is_plain",
-            "_closings",
-            "_text_arguments",
-            "stop_ids",
-            "cuts",
-            "identity",
-        ):
-            self.__dict__.pop(name, None)
+        cached = {name for name, member in vars(Tokenizer).items() if isinstance(member, cached_property)}
+        self.__dict__ = {name: value for name, value in vars(self).items() if name not in cached}
 
     @property
     def vocab_size(self) -> int:
@@ -236,9 +228,12 @@ class Tokenizer:
         self, messages: Sequence[Message], prompt: bool, tools: Any, arguments: Mapping[str, Any]
     ) -> str:
         """Return what the chat template makes of messages, without conversion of its errors."""
-        template_arguments = {**self.rendering.arguments, **arguments}
         return self.hf.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=prompt, tokenize=False, **template_arguments
+            messages,
+            tools=tools,
+            add_generation_prompt=prompt,
+            tokenize=False,
+            **{**self.rendering.arguments, **arguments},
         )
 
     _text_arguments = cached_property(takes_text_arguments)

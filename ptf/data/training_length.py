@@ -55,15 +55,6 @@ class DataPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RowsTaken:
-    """The rows of each source that some of the partitions take."""
-
-    ends: int  # packed sequences of the run up to the last one of these partitions
-    rows: Mapping[str, float]  # rows of each source
-    complete: bool  # otherwise only a part was read, and `rows` are extrapolated
-
-
 def partitions_of_lengths(partitions: Partitions) -> Partitions:
     """Return the same partitions with samples that have lengths and no tokens."""
     opened = {name: partitions.opened(name) for name in partitions.sources}
@@ -96,10 +87,11 @@ class _CachedEncoder:
         return [placeholder_unit(n) for n in self._lengths[key]]
 
 
-def rows_taken(partitions: Partitions, served: range, sequences: int | None) -> RowsTaken:
-    """Return the rows that the served partitions take until they end, or in a run of `sequences` packed sequences.
+def rows_taken(partitions: Partitions, served: range, sequences: int | None) -> tuple[int, Mapping[str, float], bool]:
+    """Return what the served partitions take until they end, or in a run of `sequences` packed sequences: the sequences
+    of the run up to their last one, the rows of each source, and whether all was read.
 
-    `sequences` counts those of all partitions. Raise what encoding raises.
+    Otherwise the rows are extrapolated. `sequences` counts those of all partitions. Raise what encoding raises.
     """
     factory, most = partitions_of_lengths(partitions), FEW_SAMPLES // partitions.partitions
     ends, taken, complete = 0, dict.fromkeys(partitions.sources, 0.0), True
@@ -120,7 +112,7 @@ def rows_taken(partitions: Partitions, served: range, sequences: int | None) -> 
         taken = {name: n + stream.passed[name] * scale for name, n in taken.items()}
         if given:
             ends = max(ends, partition + (given - 1) * partitions.partitions + 1)
-    return RowsTaken(ends, taken, complete)
+    return ends, taken, complete
 
 
 def is_cheap(partitions: Partitions, few: int | None = None) -> bool:
@@ -164,14 +156,15 @@ def planned(
     if not (is_cheap(partitions) if exact is None else exact):
         return estimated(partitions, sequences, steps)
     most_sequences = None if steps is None else steps * sequences
-    run = rows_taken(partitions, range(partitions.partitions) if served is None else served, most_sequences)
-    *taken, incomplete = total([*run.rows.values(), float(not run.complete)])
-    ends = -(-int(most(run.ends)) // sequences)
+    served = range(partitions.partitions) if served is None else served
+    own_end, rows, complete = rows_taken(partitions, served, most_sequences)
+    *taken, incomplete = total([*rows.values(), float(not complete)])
+    ends = -(-int(most(own_end)) // sequences)
     steps = ends if steps is None else min(steps, ends)
     margin = LEAST_MARGIN / 5 if incomplete else 0.0  # the sources take turns, and only a part of the run was read
     known = {name: rows_up_to(partitions, name, FEW_ROWS) for name in partitions.sources}
-    passes = _passes(dict(zip(partitions.sources, taken, strict=True)), known, margin)
-    return DataPlan((steps, steps), passes, not incomplete)
+    of_source = dict(zip(partitions.sources, taken, strict=True))
+    return DataPlan((steps, steps), _passes(of_source, known, margin), not incomplete)
 
 
 def plan_prompts(prompts: Prompts, in_step: int, steps: int) -> DataPlan:

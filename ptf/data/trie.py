@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -105,28 +106,14 @@ class Trie:
 
     def save(self, path: str) -> None:
         """Write the trie to a file; `load` is the inverse."""
-        np.savez(
-            path,
-            starts=self.starts,
-            tokens=self.tokens,
-            states=self.next_states,
-            longest=self.longest,
-            repeat=self.repeat,
-            under=self.under,
-        )
+        np.savez(path, **vars(self))
 
     @staticmethod
     def load(path: str) -> "Trie":
         """Read a trie that `save` wrote."""
         with np.load(path) as stored:
-            return Trie(
-                stored["starts"],
-                stored["tokens"],
-                stored["states"],
-                int(stored["longest"]),
-                int(stored["repeat"]),
-                stored["under"],
-            )
+            parts: dict[str, Any] = {name: values if values.ndim else int(values) for name, values in stored.items()}
+        return Trie(**parts)
 
     def fingerprint(self) -> str:
         """Return a hash of the trie."""

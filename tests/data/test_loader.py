@@ -325,7 +325,7 @@ def test_an_epoch_is_every_row_once_and_then_nothing(sources: Any, characters: T
     finite = {name: replace(spec, epochs=1) for name, spec in sources.items()}
     ranks = [make(finite, characters, rank, 2, encode=once, exhausted=exhausted) for rank in range(2)]
     parts = [rows_taken(loader._factory, loader.served, None) for loader in ranks]  # type: ignore[arg-type]
-    steps = -(-max(one.ends for one in parts) // SEQUENCES)
+    steps = -(-max(ends for ends, *_ in parts) // SEQUENCES)
     close(ranks)
     seen: Counter[str] = Counter()
     weights = []
