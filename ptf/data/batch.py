@@ -91,8 +91,8 @@ def lay_out(
 ) -> list[Batch]:
     """Lay out sequences of at most `seq_len` tokens as batches of `micro_batch_sequences`; the last one may have fewer.
 
-    All have the columns that any document carries, with zeros for the others. `pinned`: they lie in page-locked memory,
-    from which a GPU copies while the host goes on; torch keeps it until the copies are made, and uses it again.
+    All have the columns that any document carries, with zeros for the others. `pinned`: they lie in page-locked
+    memory, from which a GPU copies while the host goes on; torch keeps it until the copies are made.
     """
     documents = (document for sequence in sequences for unit in sequence for document in unit)
     columns = {name: values for document in documents for name, values in document.token_columns.items()}

@@ -92,8 +92,7 @@ class Loader(Iterator[list[Batch]]):
         self._states, self.counts = self._snapshot(self._served)
 
     def _snapshot(self, partitions: Iterable[int]) -> tuple[dict[int, dict[str, Any]], dict[str, int]]:
-        """Return the state of each partition and their counts, given the partitions that have been read since the last
-        call.
+        """Return the state of each partition and the counts of all, given those that were read since the last call.
 
         A step reads few partitions of a rank that serves many.
         """

@@ -177,7 +177,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def called_function(call: Any, where: str) -> dict[str, Any]:
-    """Return the function of a tool call, its arguments read where they are JSON. Raises UserError for another form."""
+    """Return the function of a tool call, its arguments read where they are JSON; raise UserError for no call."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call must be an object with a function's `name` and `arguments`")

@@ -20,7 +20,13 @@ from ptf.errors import UserError
 class Packer(Iterator[list[PackUnit]]):
     """Packed sequences of units. Over a finite iterator it ends when every unit is in a sequence."""
 
-    def __init__(self, units: Iterator[PackUnit], seq_len: int, lookahead: int = 64, pending: Sequence[PackUnit] = ()):
+    def __init__(
+        self,
+        units: Iterator[PackUnit],
+        seq_len: int,
+        lookahead: int = 64,
+        pending: Sequence[PackUnit] = (),
+    ):
         """Make a packer of `units`, of which those that are `pending` come first."""
         self._units, self._seq_len, self._lookahead = units, seq_len, lookahead
         self._window: dict[int, PackUnit] = {}  # number of arrival → unit, oldest first

@@ -58,7 +58,7 @@ def prefix_groups(samples: Sequence[Document], seq_len: int) -> list[PackUnit]:
 def separate(unit: PackUnit) -> list[Document]:
     """Return the samples of a group, each with its prefix, which has no weight and zeros in the columns."""
     head = unit[0]
-    return [head, *(replace(sample.after(head.tokens[: sample.prefix_length]), prefix_length=0) for sample in unit[1:])]
+    return [head, *(replace(s.after(head.tokens[: s.prefix_length]), prefix_length=0) for s in unit[1:])]
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -2,8 +2,8 @@
 although each rank made its own sequences.
 
 Only the amount of work of each sequence is sent to all; the sequence itself is sent, as bytes, only if another rank
-trains it. A message has a fixed cost (0.3 to 0.7 ms of CPU with 8 to 16 processes), and a step takes three, beside the
-GPU's work. Groups have at most 16 ranks, so that the cost per rank does not grow with their number.
+trains it. A message has a fixed cost (0.3 to 0.7 ms of CPU with 8 to 16 processes), and a step takes three, beside
+the GPU's work. Groups have at most 16 ranks, so that the cost per rank does not grow with their number.
 """
 
 import pickle
@@ -72,9 +72,9 @@ def exchange_sequences(
 ) -> tuple[list[list[PackUnit]], list[int]]:
     """Exchange the sequences of one step that all ranks of the group made.
 
-    `numbers` are the numbers of the sequences that this rank makes in a step. Return this rank's share of the sequences
-    and their numbers in the step, ascending, equally many on every rank. Raises PeerEnded on all ranks if some rank
-    makes no more sequences; this rank announces that with `ended`.
+    `numbers` are the numbers of the sequences that this rank makes in a step. Return this rank's share of the
+    sequences and their numbers in the step, ascending, equally many on every rank. Raises PeerEnded on all ranks if
+    some rank makes no more sequences; this rank announces that with `ended`.
     """
     each, me = len(numbers), peers.rank
     works = [work_of(sequence) for sequence in sequences] or [0] * each

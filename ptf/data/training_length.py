@@ -88,8 +88,8 @@ class _CachedEncoder:
 
 
 def rows_taken(partitions: Partitions, served: range, sequences: int | None) -> tuple[int, Mapping[str, float], bool]:
-    """Return what the served partitions take until they end, or in a run of `sequences` packed sequences: the sequences
-    of the run up to their last one, the rows of each source, and whether all was read.
+    """Return what the served partitions take until they end, or in a run of `sequences` packed sequences: the
+    sequences of the run up to their last one, the rows of each source, and whether all was read.
 
     Otherwise the rows are extrapolated. `sequences` counts those of all partitions. Raise what encoding raises.
     """
