@@ -13,7 +13,7 @@ ends with the call.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ptf.data.tool_calls import openers
 from ptf.data.tool_calls.protocol import ParsedAnswer, ToolCall, answer
@@ -29,19 +29,14 @@ VALUE_END = re.compile(
 )
 
 
-class _TaggedCall(NamedTuple):
-    """A name, the arguments, and where the call ends in the text; the name is empty where there is no call."""
+def _body(text: str, start: int) -> tuple[str, dict[str, str], int]:
+    """Return the name and the arguments of the call whose tag ends at `start`, and where it ends.
 
-    name: str
-    values: dict[str, str]
-    end: int
-
-
-def _body(text: str, start: int) -> _TaggedCall:
-    """Read the call whose tag ends at `start`."""
+    The name is empty where there is no call.
+    """
     position = read = openers.first(text, MARKS, start)  # `read`: the end of the last complete pair
     if not text.startswith((KEY, END), position):
-        return _TaggedCall("", {}, position)
+        return "", {}, position
     name, values = text[start:position].strip(), {}
     while text.startswith(KEY, position):
         pair = PAIR.match(text, position)
@@ -50,28 +45,21 @@ def _body(text: str, start: int) -> _TaggedCall:
             continue
         end = VALUE_END.search(text, pair.end())
         if end is None:
-            return _TaggedCall("", {}, len(text))
+            return "", {}, len(text)
         value_end = end.start() if end.group() else text.index(END, pair.end())
         values[pair.group(1).strip()] = text[pair.end() : value_end]
         read = value_end + len(end.group())
         position = openers.first(text, MARKS, read)
     cut = position == len(text) and text[read:].strip()
-    return _TaggedCall("" if cut or not NAME.fullmatch(name) else name, values, position)
+    return "" if cut or not NAME.fullmatch(name) else name, values, position
 
 
-class Glm:
-    """A name, and keys and values as tags."""
-
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split a response; content is stripped where calls follow."""
-        calls, position = [], text.find(START)
-        while position >= 0:
-            body = _body(text, position + len(START))
-            if body.name:
-                calls.append(ToolCall(body.name, text_arguments(body.values, tools, body.name)))
-            position = text.find(START, body.end)
-        return answer(text, text[: openers.first(text, (START,))].strip(), calls)
-
-    def certain(self, text: str) -> str:
-        """Return the text before the first tag, without white space at its end."""
-        return openers.certain_if_stripped(text, (START,))
+def parse(text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+    """Split a response; content is stripped where calls follow."""
+    calls, position = [], text.find(START)
+    while position >= 0:
+        name, values, end = _body(text, position + len(START))
+        if name:
+            calls.append(ToolCall(name, text_arguments(values, tools, name)))
+        position = text.find(START, end)
+    return answer(text, text[: openers.first(text, (START,))].strip(), calls)

@@ -93,28 +93,27 @@ def _may_begin_header(text: str) -> bool:
     return begun.startswith("to=") and not BEGINS.match(text) and START not in text
 
 
-class Harmony:
-    """Messages for recipients. A response without a call is its messages' text, without the headers."""
+def parse(text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+    """Split a response; its thinking is left out.
 
-    divide = staticmethod(divide)
+    Without a call it is its messages' text, without the headers. A call whose arguments are not JSON makes the whole
+    text content.
+    """
+    content, calls = "", list[ToolCall]()
+    try:
+        for message in messages(text):
+            if message.recipient is not None:
+                value = json_text.write(json_text.read(message.text))
+                calls.append(ToolCall(message.recipient.removeprefix(FUNCTIONS), value))
+            elif message.channel != "analysis" and not calls:
+                content += message.text
+    except MALFORMED:
+        return answer(text, text, ())
+    return ParsedAnswer(content or None, tuple(calls))
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split a response; its thinking is left out. A call whose arguments are not JSON makes the whole text
-        content."""
-        content, calls = "", list[ToolCall]()
-        try:
-            for message in messages(text):
-                if message.recipient is not None:
-                    value = json_text.write(json_text.read(message.text))
-                    calls.append(ToolCall(message.recipient.removeprefix(FUNCTIONS), value))
-                elif message.channel != "analysis" and not calls:
-                    content += message.text
-        except MALFORMED:
-            return answer(text, text, ())
-        return ParsedAnswer(content or None, tuple(calls))
 
-    def certain(self, text: str) -> str:
-        """Return the text before the first header."""
-        if BEGINS.match(text) or _may_begin_header(text):
-            return ""
-        return openers.before(text, (START,))
+def certain(text: str) -> str:
+    """Return the text before the first header."""
+    if BEGINS.match(text) or _may_begin_header(text):
+        return ""
+    return openers.before(text, (START,))

@@ -23,17 +23,10 @@ def _bodies(text: str) -> Iterator[str]:
         position = text.find(START, end) if end >= 0 else -1
 
 
-class Hermes:
-    """JSON objects between tags."""
-
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split a response; content is not stripped."""
-        try:
-            calls = [call_of(json_text.read(body)) for body in _bodies(text)]
-        except MALFORMED:
-            calls = []
-        return answer(text, text[: openers.first(text, (START,))], calls)
-
-    def certain(self, text: str) -> str:
-        """Return the text before the first tag."""
-        return openers.before(text, (START,))
+def parse(text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+    """Split a response; content is not stripped."""
+    try:
+        calls = [call_of(json_text.read(body)) for body in _bodies(text)]
+    except MALFORMED:
+        calls = []
+    return answer(text, text[: openers.first(text, (START,))], calls)

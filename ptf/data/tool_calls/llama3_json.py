@@ -22,19 +22,17 @@ def _objects(text: str) -> Iterator[Any]:
         position = text.find("{", end)
 
 
-class Llama3Json:
-    """JSON objects without tags, or after `<|python_tag|>`."""
+def parse(text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+    """Split a response; white space alone before a call is no content."""
+    try:
+        calls = [call_of(value, ("arguments", "parameters")) for value in _objects(text)]
+    except MALFORMED:
+        calls = []
+    head = text[: openers.first(text, MARKS)]
+    return answer(text, "" if head.isspace() else head, calls)
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split a response; white space alone before a call is no content."""
-        try:
-            calls = [call_of(value, ("arguments", "parameters")) for value in _objects(text)]
-        except MALFORMED:
-            calls = []
-        head = text[: openers.first(text, MARKS)]
-        return answer(text, "" if head.isspace() else head, calls)
 
-    def certain(self, text: str) -> str:
-        """Return the text before the first brace or mark."""
-        head = openers.before(text, MARKS)
-        return "" if head.isspace() else head
+def certain(text: str) -> str:
+    """Return the text before the first brace or mark."""
+    head = openers.before(text, MARKS)
+    return "" if head.isspace() else head

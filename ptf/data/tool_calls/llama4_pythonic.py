@@ -40,10 +40,11 @@ def _value(node: ast.expr | None) -> Any:
 
 def _name(node: ast.expr) -> str:
     """Return the name of what is called, `a` or `a.b`. Raises ValueError for anything else."""
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    if isinstance(node, ast.Name):
-        return node.id
+    match node:
+        case ast.Attribute(value=value, attr=name):
+            return f"{_name(value)}.{name}"
+        case ast.Name(id=name):
+            return name
     raise ValueError("what is called has no name")
 
 
@@ -63,25 +64,23 @@ def _calls(text: str) -> list[ToolCall]:
     return [_call(item) for item in statement.value.elts]
 
 
-class Llama4Pythonic:
-    """A list of Python calls."""
+def parse(text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+    """Split a response; it has content or calls, never both."""
+    whole = text
+    if text.startswith(START):
+        whole = text.removeprefix(START).rstrip().removesuffix(END)
+        text = text.removeprefix(START).replace(END, "")
+    for candidate in (whole, text) if text.lstrip().startswith("[") else ():
+        with contextlib.suppress(*MALFORMED):
+            return answer(text, "", _calls(candidate))
+    return answer(text, "", ())
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split a response; it has content or calls, never both."""
-        whole = text
-        if text.startswith(START):
-            whole = text.removeprefix(START).rstrip().removesuffix(END)
-            text = text.removeprefix(START).replace(END, "")
-        for candidate in (whole, text) if text.lstrip().startswith("[") else ():
-            with contextlib.suppress(*MALFORMED):
-                return answer(text, "", _calls(candidate))
-        return answer(text, "", ())
 
-    def certain(self, text: str) -> str:
-        """Return the text if it cannot begin with a list any more."""
-        if START.startswith(text):
-            return ""
-        if text.startswith(START):
-            text = text.removeprefix(START).replace(END, "")
-            text = openers.before(text, (END,))
-        return "" if text.lstrip()[:1] in ("", "[") else text
+def certain(text: str) -> str:
+    """Return the text if it cannot begin with a list any more."""
+    if START.startswith(text):
+        return ""
+    if text.startswith(START):
+        text = text.removeprefix(START).replace(END, "")
+        text = openers.before(text, (END,))
+    return "" if text.lstrip()[:1] in ("", "[") else text

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ptf.data.tool_calls import json_text, openers
+from ptf.data.tool_calls import json_text
 from ptf.data.tool_calls.protocol import MALFORMED, ParsedAnswer, ToolCall, answer, call_of
 from ptf.data.tool_calls.schema_types import json_arguments
 
@@ -51,23 +51,16 @@ def _named(part: str, head: re.Match[str], tools: Sequence[Mapping[str, Any]] | 
     return ToolCall(name, json_arguments(value, body[:size] or "{}", tools, name))
 
 
-class Mistral:
-    """A special token, then an array of calls or a name and its arguments."""
-
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split a response; content is stripped before a name, and before an array only where it is white space."""
-        content, calls = text.partition(MARK)[0], list[ToolCall]()
-        for part in _parts(text):
-            head = NAMED.match(part)
-            try:
-                found = [_named(part, head, tools)] if head else _array(part)
-            except MALFORMED:
-                continue
-            if not calls and (head or content.isspace()):
-                content = content.strip()
-            calls += found
-        return answer(text, content, calls)
-
-    def certain(self, text: str) -> str:
-        """Return the text before the first mark, without white space at its end."""
-        return openers.certain_if_stripped(text, (MARK,))
+def parse(text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+    """Split a response; content is stripped before a name, and before an array only where it is white space."""
+    content, calls = text.partition(MARK)[0], list[ToolCall]()
+    for part in _parts(text):
+        head = NAMED.match(part)
+        try:
+            found = [_named(part, head, tools)] if head else _array(part)
+        except MALFORMED:
+            continue
+        if not calls and (head or content.isspace()):
+            content = content.strip()
+        calls += found
+    return answer(text, content, calls)

@@ -1,8 +1,8 @@
 """What a parser of tool calls takes and gives, and a call that is written as a JSON object."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ptf.data.tool_calls import json_text
 
@@ -29,23 +29,22 @@ class ParsedAnswer:
     tool_calls: tuple[ToolCall, ...]
 
 
-class Format(Protocol):
+@dataclass(frozen=True, slots=True)
+class Format:
     """A form in which models write tool calls. It has no state; one object serves any number of texts."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split the whole text of a response.
-
-        `tools` are those of the request, as in chat completions; formats that write arguments as plain text take the
-        types of values from their schemas.
-        """
-        ...
-
-    def certain(self, text: str) -> str:
-        """Return the longest known prefix of the content that no continuation of `text` can change.
-
-        It is a prefix of `parse(text + more).content` for every `more`, and grows with the text.
-        """
-        ...
+    # Splits the whole text of a response. Its second argument are the tools of the request, as in chat completions:
+    # formats that write arguments as plain text take the types of values from their schemas.
+    parse: Callable[[str, Sequence[Mapping[str, Any]] | None], ParsedAnswer]
+    # Returns the longest known prefix of the content that no continuation of `text` can change: a prefix of
+    # `parse(text + more).content` for every `more`, which grows with the text.
+    certain: Callable[[str], str]
+    # Separates a text, which has `ended` or goes on, into its thinking and what else it says (`harmony.divide`); None
+    # where thinking is text like any other.
+    divide: Callable[..., tuple[str | None, str | None]] | None = None
+    in_list: bool = False  # whether the calls of a response are one list
+    # What completes a call, or begins the next one.
+    ends: tuple[str, ...] = ("</tool_call>", "</function>", "<|call|>", "<tool_call>", "<function=")
 
 
 def answer(text: str, content: str, calls: Sequence[ToolCall]) -> ParsedAnswer:

@@ -16,7 +16,7 @@ end, or where the next call begins.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ptf.data.tool_calls import openers
 from ptf.data.tool_calls.protocol import ParsedAnswer, ToolCall, answer
@@ -37,51 +37,36 @@ ENDS = re.compile(rf"{VALUE_END}|(?={OPEN.pattern})")
 ENDS_OF_LINES = re.compile(rf"{VALUE_END}|(?<=\n)(?={OPEN.pattern})")  # where the value is on lines of its own
 
 
-class _Parameters(NamedTuple):
-    """The parameters of a function, where it ends in the text, and whether the text's end cuts it."""
-
-    values: dict[str, str]
-    end: int
-    cut: bool
-
-
-def _body(text: str, start: int) -> _Parameters:
-    """Read the parameters of the function whose body begins at `start`."""
+def _body(text: str, start: int) -> tuple[dict[str, str], int, bool]:
+    """Return the parameters of the function whose body begins at `start`, where it ends in the text, and whether the
+    text's end cuts it."""
     values: dict[str, str] = {}
     while True:
         border = openers.first(text, BORDERS, start)
         begun = BEGIN.search(text, start, border)
         opened = begun and OPEN.match(text, begun.start())
         if not opened:
-            return _Parameters(values, border, cut=border == len(text) and bool(text[start:].strip()))
+            return values, border, border == len(text) and bool(text[start:].strip())
         inside = opened.end()
         end = (ENDS_OF_LINES if text.startswith("\n", inside) else ENDS).search(text, inside)
         if end is None:
-            return _Parameters(values, len(text), cut=True)
+            return values, len(text), True
         close = end if end.group() else CLOSE.search(text, inside, end.start())
         value_end = close.start() if close else openers.first(text, BORDERS, inside, end.start())
         values[opened.group(1)] = text[inside:value_end].removeprefix("\n").removesuffix("\n")
         start = close.end() if close else value_end
 
 
-class Qwen3Coder:
-    """Functions and parameters as tags."""
-
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
-        """Split a response; content is stripped where calls follow."""
-        calls, position = [], text.find(FUNCTION)
-        while position >= 0:
-            position += len(FUNCTION)
-            named = NAME.match(text, position)
-            if named:
-                whole = named.group(2) == FUNCTION_END
-                body = _Parameters({}, named.end(), cut=False) if whole else _body(text, named.end())
-                name, position = named.group(1).strip(), body.end
-                if name and not body.cut:
-                    calls.append(ToolCall(name, text_arguments(body.values, tools, name)))
-            position = text.find(FUNCTION, position)
-        return answer(text, text[: openers.first(text, MARKS)].strip(), calls)
-
-    def certain(self, text: str) -> str:
-        """Return the text before the first tag, without white space at its end."""
-        return openers.certain_if_stripped(text, MARKS)
+def parse(text: str, tools: Sequence[Mapping[str, Any]] | None) -> ParsedAnswer:
+    """Split a response; content is stripped where calls follow."""
+    calls, position = [], text.find(FUNCTION)
+    while position >= 0:
+        position += len(FUNCTION)
+        named = NAME.match(text, position)
+        if named:
+            whole = named.group(2) == FUNCTION_END
+            values, position, is_cut = ({}, named.end(), False) if whole else _body(text, named.end())
+            if (name := named.group(1).strip()) and not is_cut:
+                calls.append(ToolCall(name, text_arguments(values, tools, name)))
+        position = text.find(FUNCTION, position)
+    return answer(text, text[: openers.first(text, MARKS)].strip(), calls)

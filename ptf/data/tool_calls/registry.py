@@ -3,30 +3,36 @@
 import contextlib
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
+from functools import partial
 from types import MappingProxyType
 
-from ptf.data.tool_calls.glm import Glm
-from ptf.data.tool_calls.harmony import Harmony
-from ptf.data.tool_calls.hermes import Hermes
-from ptf.data.tool_calls.llama3_json import Llama3Json
-from ptf.data.tool_calls.llama4_pythonic import Llama4Pythonic
-from ptf.data.tool_calls.mistral import Mistral
+from ptf.config.tree import near
+from ptf.data.tool_calls import (
+    glm,
+    harmony,
+    hermes,
+    llama3_json,
+    llama4_pythonic,
+    mistral,
+    openers,
+    qwen3_coder,
+)
 from ptf.data.tool_calls.protocol import Format
-from ptf.data.tool_calls.qwen3_coder import Qwen3Coder
 from ptf.errors import UserError
 
+QWEN3_CODER = Format(qwen3_coder.parse, partial(openers.certain_if_stripped, marks=qwen3_coder.MARKS))
+GLM = Format(glm.parse, partial(openers.certain_if_stripped, marks=(glm.START,)))
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
-        "hermes": Hermes(),
-        "qwen3_coder": Qwen3Coder(),
-        "qwen3_xml": Qwen3Coder(),
-        "llama3_json": Llama3Json(),
-        "llama4_pythonic": Llama4Pythonic(),
-        "mistral": Mistral(),
-        "glm45": Glm(),
-        "glm47": Glm(),
-        "harmony": Harmony(),
+        "hermes": Format(hermes.parse, partial(openers.before, marks=(hermes.START,))),
+        "qwen3_coder": QWEN3_CODER,
+        "qwen3_xml": QWEN3_CODER,
+        "llama3_json": Format(llama3_json.parse, llama3_json.certain, ends=("}",)),
+        "llama4_pythonic": Format(llama4_pythonic.parse, llama4_pythonic.certain, in_list=True),
+        "mistral": Format(mistral.parse, partial(openers.certain_if_stripped, marks=(mistral.MARK,)), in_list=True),
+        "glm45": GLM,
+        "glm47": GLM,
+        "harmony": Format(harmony.parse, harmony.certain, harmony.divide),
     }
 )
 
@@ -63,9 +69,7 @@ def parser(name: str) -> Format:
     """Return the format of that name. Raises UserError for an unknown one, with the nearest name."""
     if name in FORMATS:
         return FORMATS[name]
-    near = get_close_matches(name, FORMATS, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(FORMATS)}"
-    raise UserError(f"no format of tool calls is named {name!r}; {hint}")
+    raise UserError(f"no format of tool calls is named {name!r}; there are {', '.join(FORMATS)}{near(name, FORMATS)}")
 
 
 def parser_of(chat_template: object) -> Format | None:

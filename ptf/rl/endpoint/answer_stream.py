@@ -11,16 +11,9 @@ from tokenizers.decoders import DecodeStream
 
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.tool_calls import Format, ToolCall
-from ptf.data.tool_calls.llama3_json import Llama3Json
 from ptf.data.trajectory import Generation
 
 BEGINS, ENDS = "<think>", "</think>"
-JSON_ENDS = ("}",)
-CALL_ENDS = ("</tool_call>", "</function>", "<|call|>", "<tool_call>", "<function=")  # or the next call begins
-
-
-# separates a text, which has `ended` or goes on, into its thinking and what else it says, as `harmony.divide`
-Divide = Callable[..., tuple[str | None, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,7 @@ class AnswerStream:
         tools: Sequence[Any] | None,
         stops: Sequence[str],
         opened: bool,
-        divide: Divide | None = None,
+        divide: Callable[..., tuple[str | None, str | None]] | None = None,
         one_call: bool = False,
     ) -> None:
         self.tokenizer, self.form, self.tools, self.stops, self.opened = tokenizer, form, tools, stops, opened
@@ -78,7 +71,7 @@ class AnswerStream:
                 return
         self.held.clear()
         self.stopped = self._completes(self.stops, piece)
-        called = self.one_call and self._completes(JSON_ENDS if isinstance(self.form, Llama3Json) else CALL_ENDS, piece)
+        called = self.one_call and self.form and self._completes(self.form.ends, piece)
         self.text += piece
         self.stopped = self.stopped or (called and self._has_a_call())
 
@@ -89,10 +82,8 @@ class AnswerStream:
 
     def _has_a_call(self) -> bool:
         """Return whether the text has a tool call that nothing after it can change."""
-        if self.form is None:
-            return False
         body = (self.divide(self.text, ended=True) if self.divide else self._split(self.text))[1]
-        return body is not None and bool(self.form.parse(f"{body}\n.", self.tools).tool_calls)
+        return self.form is not None and body is not None and bool(self.form.parse(f"{body}\n.", self.tools).tool_calls)
 
     def new_parts(self) -> tuple[str, str]:
         """Return the thinking and the content that are certain now, and were not returned before."""

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 
 from ptf.data.tool_calls import Format
-from ptf.data.tool_calls.harmony import Harmony
-from ptf.data.tool_calls.llama4_pythonic import Llama4Pythonic
-from ptf.data.tool_calls.mistral import Mistral
 from ptf.data.trajectory import Generation
 from ptf.rl.endpoint.answer_stream import AnswerStream
 from ptf.rl.endpoint.chat import DONE, ChatRequest, delta_of, event, message_of
@@ -22,7 +19,7 @@ from ptf.rl.policy.policy import Policy
 
 def raise_if_not_one_by_one(chat: ChatRequest, form: Format | None) -> None:
     """Raise HttpError (400) if sampling is to end with the first tool call, and the format writes a list of them."""
-    if chat.one_call and isinstance(form, Mistral | Llama4Pythonic):
+    if chat.one_call and form and form.in_list:
         raise HttpError(
             400,
             "parallel_tool_calls: this model writes its tool calls as a list; leave it out",
@@ -42,7 +39,7 @@ class Choice:
             self.chat.tools,
             self.chat.stops,
             self.context is not None and self.context.text.rstrip().endswith("<think>"),
-            form.divide if isinstance(form, Harmony) else None,
+            form.divide if form else None,
             self.chat.one_call,
         )
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}

@@ -12,7 +12,7 @@ from tests.data.tool_calls.sampled_texts import sampled
 
 def test_an_unknown_name_is_refused_with_the_nearest():
     assert parser("hermes") is FORMATS["hermes"]  # the control
-    with pytest.raises(UserError, match=r"'qwen_coder'; did you mean qwen3_coder\?"):
+    with pytest.raises(UserError, match=r"'qwen_coder'; there are hermes, .*\(did you mean qwen3_coder\?\)"):
         parser("qwen_coder")
     with pytest.raises(UserError, match=r"'zzz'; there are hermes, qwen3_coder"):
         parser("zzz")
