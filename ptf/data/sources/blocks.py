@@ -23,26 +23,21 @@ class RowBlock(Protocol):
     @property
     def lines(self) -> int:
         """Return the number of lines of the file that the block covers, empty ones included."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Return the size of the block in memory, in bytes."""
-        ...
 
     def __len__(self) -> int: ...
 
     def line(self, i: int) -> int:
         """Return the line of row i among the block's lines."""
-        ...
 
     def row(self, i: int) -> Row:
         """Return row i. Raises UserError where it cannot be parsed."""
-        ...
 
     def part(self, start: int, end: int) -> "RowBlock":
         """Return the rows from `start` to before `end`; `line` counts as before."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -127,12 +122,6 @@ class RowGroup:
 def open_bytes(uri: str, read_bytes: int = storage.READ_BYTES) -> IO[bytes]:
     """Open a data file, local or remote, to read and to seek in."""
     return hub.open_read(uri, read_bytes) if uri.startswith(hub.PREFIX) else storage.open_read(uri, read_bytes)
-
-
-def size_of(uri: str) -> int:
-    """Return the bytes of a data file, local or remote."""
-    with open_bytes(uri) as file:
-        return file.seek(0, 2)
 
 
 def local_path(uri: str) -> str | None:

@@ -1,6 +1,6 @@
 """Columnar formats: parquet, and Arrow's file format (also feather) and stream format (`datasets.save_to_disk`)."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -17,86 +17,61 @@ FILE = b"ARROW1"  # the first bytes of the file format; the stream format, of `s
 END = b"\xff\xff\xff\xff\0\0\0\0"  # marks the end of a stream
 
 
-class Parquet:
-    """A parquet file. A block is a row group."""
+class NumberedBlocks:
+    """The row groups of a parquet file, or the record batches of Arrow where they are read by their number.
+
+    These are the batches of its file format, or of its stream format on this machine: a local file is mapped into
+    memory, so a batch is read from disk when its rows are requested.
+    """
 
     def __init__(
-        self, uri: str, of_table: Tables, footers: dict[str, pq.FileMetaData], columns: list[str] | None = None
+        self, raw: Any, number: int, read: Callable[[int], RowBlock], rows: Callable[[int], int] | None
     ) -> None:
-        self._uri, self._of_table, self._columns = uri, of_table, columns
-        self._raw = open_bytes(uri)
-        self._file = readable(uri, "parquet", lambda: pq.ParquetFile(self._raw, metadata=footers.get(uri)))
-        self._footer = footers[uri] = self._file.metadata
+        """Take the open file, the number of its blocks, and what reads a block and its number of rows by its number.
+
+        `rows` is None where it would take a request for each block.
+        """
+        self._raw, self._number, self._read, self._rows = raw, number, read, rows
         self.share = 0.0
 
     def block(self, number: int) -> RowBlock | None:
-        """Return a row group; None after the last."""
-        if number >= self._footer.num_row_groups:
-            return None
-        self.share = (number + 1) / self._footer.num_row_groups
-        table = readable(
-            f"{self._uri}: row group {number}",
-            "parquet",
-            partial(self._file.read_row_group, number, columns=self._columns, use_threads=False),
-        )
-        return self._of_table(table.combine_chunks())
-
-    def counts(self) -> list[tuple[int, int]]:
-        """Return the rows of every row group, from the footer."""
-        return row_and_line_counts(
-            self._footer.row_group(number).num_rows for number in range(self._footer.num_row_groups)
-        )
-
-    def close(self) -> None:
-        """Close the file."""
-        self._raw.close()
-
-
-class RecordBatches:
-    """Record batches of Arrow that are read by their number, of which each is a block.
-
-    They are those of its file format, or of its stream format on this machine: a local file is mapped into memory, so a
-    batch is read from disk when its rows are requested.
-    """
-
-    def __init__(self, uri: str, raw: Any, batch: Callable[[int], pa.RecordBatch], number: int) -> None:
-        self._uri, self._raw, self._of_number, self._number = uri, raw, batch, number
-        self.share = 0.0
-
-    def counts(self) -> list[tuple[int, int]] | None:
-        """Return the rows of every batch of a local file; None for a remote one.
-
-        Each batch holds its own row count: a remote file would take a request for each batch.
-        """
-        if local_path(self._uri) is None:
-            return None
-        return row_and_line_counts(self._batch(number).num_rows for number in range(self._number))
-
-    def block(self, number: int) -> RowGroup | None:
-        """Return a record batch; None after the last."""
+        """Return a block; None after the last."""
         if number >= self._number:
             return None
         self.share = (number + 1) / self._number
-        return RowGroup(pa.Table.from_batches([self._batch(number)]))
+        return self._read(number)
 
-    def _batch(self, number: int) -> pa.RecordBatch:
-        """Return a record batch. Raises UserError where it cannot be read."""
-        return readable(f"{self._uri}: record batch {number}", "arrow", partial(self._of_number, number))
+    def counts(self) -> list[tuple[int, int]] | None:
+        """Return the rows of every block, each of which counts as a line; None where that takes many requests."""
+        return [(n, n) for n in map(self._rows, range(self._number))] if self._rows else None
 
     def close(self) -> None:
         """Close the file."""
         self._raw.close()
+
+
+def open_parquet(
+    uri: str, of_table: Tables, footers: dict[str, pq.FileMetaData], columns: list[str] | None
+) -> NumberedBlocks:
+    """Open a parquet file, whose footer is taken from `footers` or put there."""
+    raw = open_bytes(uri)
+    file = readable(uri, "parquet", lambda: pq.ParquetFile(raw, metadata=footers.get(uri)))
+    footer = footers[uri] = file.metadata
+
+    def read(number: int) -> RowBlock:
+        part = partial(file.read_row_group, number, columns=columns, use_threads=False)
+        return of_table(readable(f"{uri}: row group {number}", "parquet", part).combine_chunks())
+
+    return NumberedBlocks(raw, footer.num_row_groups, read, lambda number: footer.row_group(number).num_rows)
 
 
 class RemoteStream(InOrder):
     """A file of Arrow's stream format in a store. A block is a record batch."""
 
     def _rows(self) -> Iterator[pa.RecordBatch]:
-        """Yield the record batches."""
         return batches(self._uri, self._file)
 
     def _until(self, end: int) -> RowGroup | None:
-        """Return the next record batch; None after the last."""
         batch = next(self._remaining, None)
         if batch is None:
             self._ended, self._next = True, self._next - 1
@@ -104,7 +79,7 @@ class RemoteStream(InOrder):
         return RowGroup(pa.Table.from_batches([batch]))
 
 
-def open_arrow(uri: str) -> RecordBatches | RemoteStream:
+def open_arrow(uri: str) -> NumberedBlocks | RemoteStream:
     """Open a file of Arrow's file format or of its stream format."""
     local = local_path(uri)
     with open_bytes(uri) as file:
@@ -114,9 +89,15 @@ def open_arrow(uri: str) -> RecordBatches | RemoteStream:
     raw = pa.memory_map(local) if local else open_bytes(uri)
     if is_stream:
         listed = list(batches(uri, raw))
-        return RecordBatches(uri, raw, listed.__getitem__, len(listed))
-    opened = readable(uri, "arrow", lambda: pa.ipc.open_file(raw))
-    return RecordBatches(uri, raw, opened.get_batch, opened.num_record_batches)
+        number, batch = len(listed), listed.__getitem__
+    else:
+        opened = readable(uri, "arrow", lambda: pa.ipc.open_file(raw))
+        number, batch = opened.num_record_batches, opened.get_batch
+
+    def read(i: int) -> RowGroup:
+        return RowGroup(pa.Table.from_batches([readable(f"{uri}: record batch {i}", "arrow", partial(batch, i))]))
+
+    return NumberedBlocks(raw, number, read, (lambda i: len(read(i))) if local else None)
 
 
 def batches(uri: str, raw: Any) -> Iterator[pa.RecordBatch]:
@@ -132,11 +113,6 @@ def batches(uri: str, raw: Any) -> Iterator[pa.RecordBatch]:
                     raise UserError(f"{uri}: breaks off after record batch {number}: its end mark is missing") from None
             return
         yield batch
-
-
-def row_and_line_counts(rows: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the rows and lines of blocks in which every row counts as a line."""
-    return [(n, n) for n in rows]
 
 
 def readable(what: str, format_name: str, read: Callable[[], T]) -> T:

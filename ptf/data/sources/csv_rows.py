@@ -11,17 +11,14 @@ from ptf.data.sources.in_order import InOrder
 from ptf.data.sources.jsonl import NOT_DECOMPRESSED, decompressed
 from ptf.errors import UserError
 
-MAX_VALUE_CHARACTERS = 1 << 30
-
 
 class Csv(InOrder):
     """A CSV file, plain or compressed (`.gz`, `.zst`), whose rows are converted to JSON."""
 
     def _open(self) -> None:
-        """Open the file at its beginning and read the header."""
         super()._open()
         # This holds for the whole process; the default of 131,072 refuses long documents.
-        csv.field_size_limit(MAX_VALUE_CHARACTERS)
+        csv.field_size_limit(1 << 30)  # characters of a value
         self._reader = csv.reader(self._texts(), strict=True)
         self._header = self._row() or []
         if len(set(self._header)) < len(self._header) or not all(self._header):
@@ -45,7 +42,6 @@ class Csv(InOrder):
             raise UserError(f"{self._uri}:{first}: not readable as CSV of UTF-8: {error}") from None
 
     def _rows(self) -> Iterator[tuple[bytes, int]]:
-        """Yield each row and the lines before it; an empty line is no row."""
         line = self._line
         while (row := self._row()) is not None:
             if row and len(row) != len(self._header):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ptf.data.sources.blocks import Lines, RowBlock, open_bytes, size_of
+from ptf.data.sources.blocks import Lines, RowBlock, open_bytes
 
 
 class InOrder:
@@ -13,12 +13,13 @@ class InOrder:
     """
 
     def __init__(self, uri: str, lines_bytes: int) -> None:
-        self._uri, self._lines_bytes, self._size = uri, lines_bytes, size_of(uri)
+        self._uri, self._lines_bytes = uri, lines_bytes
         self._open()
 
     def _open(self) -> None:
-        """Open the file at its beginning."""
         self._file = open_bytes(self._uri)
+        self._size = self._file.seek(0, 2)
+        self._file.seek(0)
         self._at = self._line = 0  # bytes and lines of the text that were taken
         self._next = self._lines_before = 0  # the next block, and the lines of the blocks before it
         self._ended, self._remaining = False, self._rows()

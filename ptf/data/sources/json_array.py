@@ -20,7 +20,6 @@ from ptf.errors import UserError
 
 DECODER = json.JSONDecoder(parse_int=str, parse_float=str)  # for the ends of values
 SPACE = re.compile(r"[ \t\n\r]*")
-BOM = "\ufeff"
 READ = 1 << 20
 LOOKAHEAD = 16  # characters after which no number, word or escape goes on (-Infinity, \ud83d\ude00)
 MAX_VALUE = 1 << 28  # characters of one value
@@ -35,7 +34,7 @@ class Text:
         self._decode = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode
         self._text, self._at = "", 0
         self.position = self.line = 0  # bytes and line breaks that were taken
-        if self.peek() == BOM:
+        if self.peek() == "\ufeff":  # a byte order mark
             self.take()
 
     def peek(self) -> str:
@@ -130,7 +129,6 @@ class JsonArray(InOrder):
         return self._at / max(1, self._size)
 
     def _open(self) -> None:
-        """Open the file at its array of rows."""
         super()._open()
         self._text = Text(self._uri, self._file)
         if self._text.peek() == "{":
@@ -141,7 +139,6 @@ class JsonArray(InOrder):
         self._at = self._text.position
 
     def _rows(self) -> Iterator[tuple[bytes, int]]:
-        """Yield each element and the lines before it."""
         text = self._text
         for _ in text.members("]"):
             if text.peek() not in ("{", ""):

@@ -59,7 +59,6 @@ class Compressed(InOrder):
     """A compressed file (`.gz`, `.zst`) of lines."""
 
     def _rows(self) -> Iterator[tuple[bytes, int]]:
-        """Yield each line and the number of lines before it."""
         file = decompressed(self._file, self._uri)
         try:
             while text := file.readline():

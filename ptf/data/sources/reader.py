@@ -13,14 +13,14 @@ from typing import Any
 
 from ptf import storage
 from ptf.data.sources.blocks import RowBlock, RowGroup, Tables
-from ptf.data.sources.columnar import Parquet, RecordBatches, open_arrow
+from ptf.data.sources.columnar import NumberedBlocks, open_arrow, open_parquet
 from ptf.data.sources.csv_rows import Csv
-from ptf.data.sources.files import resolve_files
+from ptf.data.sources.files import format_of, resolve_files
 from ptf.data.sources.in_order import InOrder
 from ptf.data.sources.json_array import open_json
 from ptf.data.sources.jsonl import Compressed, Jsonl
 
-DataFile = Parquet | RecordBatches | Jsonl | InOrder  # an open file, whose blocks are numbered from 0
+DataFile = NumberedBlocks | Jsonl | InOrder  # an open file, whose blocks are numbered from 0
 LINES_BYTES = 1 << 20  # of text, in a block of a format that has no blocks of its own
 KEEP_BYTES = 64 << 20  # of blocks that some partition may still be reading
 KEEP_FILES = 16  # open at the same time
@@ -96,8 +96,7 @@ class Reader:
     def _read(self, key: tuple[int, int]) -> RowBlock | None:
         """Read a block, one thread at a time."""
         with self._reading:
-            file, number = key
-            return self._file(file).block(number)
+            return self._file(key[0]).block(key[1])
 
     def counts(self) -> list[list[tuple[int, int]]] | None:
         """Return the rows and lines of every block of every file.
@@ -124,17 +123,19 @@ class Reader:
 
     def _open(self, uri: str) -> DataFile:
         """Open a data file, whose name gives its format. Raises UserError where it cannot be read."""
-        if uri.endswith(".parquet"):
-            return Parquet(uri, self._of_table, self._footers, self._columns)
-        if uri.endswith((".arrow", ".feather")):
-            return open_arrow(uri)
-        if uri.endswith((".jsonl.gz", ".jsonl.zst")):
-            return Compressed(uri, LINES_BYTES)
-        if uri.endswith((".csv", ".csv.gz", ".csv.zst")):
-            return Csv(uri, LINES_BYTES)
-        if uri.endswith(".json"):
-            return open_json(uri, LINES_BYTES)
-        return Jsonl(uri, LINES_BYTES)
+        match format_of(uri):
+            case ".parquet":
+                return open_parquet(uri, self._of_table, self._footers, self._columns)
+            case ".arrow" | ".feather":
+                return open_arrow(uri)
+            case ".jsonl.gz" | ".jsonl.zst":
+                return Compressed(uri, LINES_BYTES)
+            case ".csv" | ".csv.gz" | ".csv.zst":
+                return Csv(uri, LINES_BYTES)
+            case ".json":
+                return open_json(uri, LINES_BYTES)
+            case _:
+                return Jsonl(uri, LINES_BYTES)
 
     @property
     def rows(self) -> float:
