@@ -24,7 +24,7 @@ def open_read(uri: str, read_bytes: int = READ_BYTES) -> IO[bytes]:
 
 
 class Ranged(io.RawIOBase):
-    """A file that is read by ranges of bytes; a subclass reads them (`readinto`)."""
+    """A file that is read by ranges of bytes; a subclass reads them (`_range`)."""
 
     def __init__(self, size: int) -> None:
         self._size, self._at = size, 0
@@ -42,6 +42,19 @@ class Ranged(io.RawIOBase):
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         return self._at
 
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer from the current position; return how many bytes were read."""
+        end = min(self._at + len(buffer), self._size)
+        count = max(0, end - self._at)
+        if count:
+            buffer[:count] = self._range(self._at, end)
+            self._at = end
+        return count
+
+    def _range(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to before `end`, at least one."""
+        raise NotImplementedError
+
 
 class _Remote(Ranged):
     """A remote file with the size that it had when it was opened. Each read is a request; nothing is cached."""
@@ -50,18 +63,11 @@ class _Remote(Ranged):
         super().__init__(int(retry(files, uri, lambda: files.size(path))))
         self._files, self._path, self._uri = files, path, uri
 
-    def readinto(self, buffer: Any) -> int:
-        end = min(self._at + len(buffer), self._size)
-        if end <= self._at:
-            return 0
-        data = retry(self._files, self._uri, lambda: self._files.cat_file(self._path, start=self._at, end=end))
-        if len(data) != end - self._at:
-            raise Corrupt(
-                f"{self._uri} has changed while it was read: {len(data)} bytes at {self._at}, not {end - self._at}"
-            )
-        buffer[: len(data)] = data
-        self._at = end
-        return len(data)
+    def _range(self, start: int, end: int) -> bytes:
+        data = retry(self._files, self._uri, lambda: self._files.cat_file(self._path, start=start, end=end))
+        if len(data) != end - start:
+            raise Corrupt(f"{self._uri} has changed while it was read: {len(data)} bytes at {start}, not {end - start}")
+        return data
 
 
 def read_text(uri: str) -> str:

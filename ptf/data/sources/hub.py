@@ -5,21 +5,21 @@ every piece that was read) is cached in `HF_HOME/ptf-datasets` and needs no netw
 with its SHA-256 and verified when it is read again. Nothing of a repository is executed: only data files are read.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
 import os
-import posixpath
 import re
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 from ptf import storage
 from ptf.errors import UserError
 from ptf.storage.hub import Unreachable, commit_at, refusal
+from ptf.workspace import scratch
 
 T = TypeVar("T")
 PREFIX = "hf://datasets/"
@@ -47,8 +47,7 @@ class Repo:
     def at(self, commit: str) -> str:
         """Return the path of the same files at a commit."""
         chosen = f":{self.config or ''}" if self.config or self.split else ""
-        inside = f"/{self.inside}" if self.inside else ""
-        return f"{PREFIX}{self.id}@{commit}{inside}{chosen}" + (f":{self.split}" if self.split else "")
+        return f"{replace(self, id=f'{self.id}@{commit}')}{chosen}" + (f":{self.split}" if self.split else "")
 
 
 class Entry(NamedTuple):
@@ -100,9 +99,7 @@ def commit_of(id: str, revision: str | None) -> str:
 
     Raises UserError where the Hub does not answer within five seconds, or does not have the revision.
     """
-    if revision is not None and COMMIT.fullmatch(revision):
-        return revision
-    return _resolve(id, revision)
+    return revision if revision and COMMIT.fullmatch(revision) else _resolve(id, revision)
 
 
 def tree(id: str, commit: str) -> dict[str, Entry]:
@@ -111,12 +108,9 @@ def tree(id: str, commit: str) -> dict[str, Entry]:
     from huggingface_hub.hf_api import RepoFile
 
     cached = _cache_directory(id, commit) / "files.json"
-    if cached.is_file():
-        try:
-            listing = storage.read_record(str(cached), "", {"id": id, "commit": commit})["files"]
-            return {name: Entry(*entry) for name, entry in listing.items()}
-        except storage.Corrupt:
-            cached.unlink()  # it is requested again
+    with contextlib.suppress(storage.Corrupt):  # missing or damaged: it is requested
+        listing = storage.read_record(str(cached), "", {"id": id, "commit": commit})["files"]
+        return {name: Entry(*entry) for name, entry in listing.items()}
     _check_reachable(id, commit)
 
     def listed():
@@ -164,10 +158,8 @@ _check_reachable = functools.lru_cache(maxsize=64)(_resolve)
 def _unavailable(id: str, revision: str | None, why: str) -> str:
     """Return the message for files that are neither on this machine nor available from the Hub."""
     cache = _cache_directory(id, "").parent
-    commits = sorted(
-        (file.parent.name for file in cache.glob("*/files.json")), key=lambda name: (cache / name).stat().st_mtime
-    )
-    commits = [commit for commit in commits if commit != revision]
+    cached = (file.parent for file in cache.glob("*/files.json") if file.parent.name != revision)
+    commits = [folder.name for folder in sorted(cached, key=lambda folder: folder.stat().st_mtime)]
     known = f", read {id}@{commits[-1]}, a commit that is cached there" if commits else ""
     return (
         f"there is no file or directory {id} here, {why}, and {cache} does not hold the files: "
@@ -191,7 +183,6 @@ def _with_retries(what: str, id: str, commit: str, request: Callable[[], T]) -> 
 
 
 def _cache_directory(id: str, commit: str) -> Path:
-    """Return the directory that caches a commit's files."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HOME) / "ptf-datasets" / id.replace("/", "--") / (commit or "-")
@@ -199,13 +190,11 @@ def _cache_directory(id: str, commit: str) -> Path:
 
 def _write(file: Path, data: bytes) -> None:
     """Write a file of the cache atomically."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(data)
-        os.replace(part, file)
+        with scratch.file(file) as part:
+            part.write_bytes(data)
+            os.replace(part, file)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(
             f"files of the Hub cannot be cached in {file.parent}: {error}; set HF_HOME to a directory with room"
         ) from None
@@ -219,12 +208,8 @@ class _Pieces(storage.Ranged):
         self._id, self._commit, self._name = id, commit, name
         self._folder = _cache_directory(id, commit) / "pieces" / name
 
-    def readinto(self, buffer: Any) -> int:
-        """Read into a buffer from the current position; return how many bytes were read."""
-        end = min(self._at + len(buffer), self._size)
-        if end <= self._at:
-            return 0
-        first, last = self._at // PIECE, (end - 1) // PIECE
+    def _range(self, start: int, end: int) -> bytes:
+        first, last = start // PIECE, (end - 1) // PIECE
         pieces = {number: self._cached(number) for number in range(first, last + 1)}
         missing = [number for number, piece in pieces.items() if piece is None]
         while missing:
@@ -232,9 +217,7 @@ class _Pieces(storage.Ranged):
             pieces.update(self._fetch(run[0], run[-1]))
             missing = missing[len(run) :]
         whole = b"".join(pieces[number] or b"" for number in range(first, last + 1))
-        buffer[: end - self._at] = whole[self._at - first * PIECE : end - first * PIECE]
-        count, self._at = end - self._at, end
-        return count
+        return whole[start - first * PIECE : end - first * PIECE]
 
     def _cached(self, number: int) -> bytes | None:
         """Return a piece from the cache; None where it is missing or damaged."""
@@ -255,14 +238,6 @@ class _Pieces(storage.Ranged):
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        if constants.is_offline_mode():
-            raise UserError(
-                _unavailable(
-                    self._id,
-                    self._commit,
-                    f"HF_HUB_OFFLINE forbids the request for {posixpath.basename(self._name)}",
-                )
-            )
         _check_reachable(self._id, self._commit)
         start, end = first * PIECE, min((last + 1) * PIECE, self._size)
         url = hf_hub_url(self._id, self._name, repo_type="dataset", revision=self._commit, endpoint=constants.ENDPOINT)
