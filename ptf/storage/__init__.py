@@ -11,7 +11,6 @@ from ptf.storage.hashing import Hashing
 from ptf.storage.listings import (
     MANIFEST,
     change_stamps,
-    change_stamps_below,
     children,
     exists,
     file_identities,
@@ -33,7 +32,6 @@ __all__ = [
     "Missing",
     "Ranged",
     "change_stamps",
-    "change_stamps_below",
     "children",
     "commit",
     "create",

@@ -21,7 +21,7 @@ def listing(uri: str) -> list[str]:
 
     Raises Missing if there are none.
     """
-    return list(change_stamps(uri))
+    return list(change_stamps(uri)[1])
 
 
 def children(uri: str) -> list[str]:
@@ -35,33 +35,35 @@ def children(uri: str) -> list[str]:
 STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "last_modified", "LastModified", "updated")
 
 
-def change_stamps(uri: str) -> dict[str, str]:
-    """Return a stamp for each file that `listing` returns, sorted by name.
+def change_stamps(uri: str) -> tuple[str, dict[str, str]]:
+    """Return the base directory of a URI, and a stamp for each file that `listing` returns, sorted by name.
 
-    A stamp changes when its file does: it is the size with the modification time or, in an object store, the ETag.
+    The base is the directory itself, the parent of a file, or the directory that all matches of a glob are below. A
+    stamp changes when its file does: it is the size with the modification time or, in an object store, the ETag.
     """
     files, path = store_of(uri)
 
-    def find() -> dict[str, dict[str, Any]]:
+    def find() -> tuple[str, dict[str, dict[str, Any]]]:
         if files.isfile(path):
-            return {path: files.info(path)}
+            return path.rpartition("/")[0], {path: files.info(path)}
         if files.isdir(path):
-            return files.find(path, detail=True)
-        return {match: about for match, about in files.glob(path, detail=True).items() if about["type"] == "file"}
+            return path, files.find(path, detail=True)
+        matches = {match: about for match, about in files.glob(path, detail=True).items() if about["type"] == "file"}
+        return re.split(r"[*?\[]", path)[0].rpartition("/")[0], matches
 
-    entries = retry(files, uri, find)
+    below, entries = retry(files, uri, find)
     if not entries:
         require_bucket(uri)
-    if not entries and not retry(files, uri, lambda: files.isdir(path)):
+    if not entries and below != path:
         raise Missing(f"no such file or directory, and no file matches: {uri}")
     if on_disk(files):
         held = {str(name): os.stat(name) for name in sorted(entries)}  # of what a link leads to
-        return {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
+        return below.rstrip("/"), {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
 
     def changes(about):
         return next((str(about[key]) for key in STAMPS if about.get(key)), "")
 
-    return {
+    return files.unstrip_protocol(below).rstrip("/"), {
         files.unstrip_protocol(name): f"{about['size']} {changes(about)}" for name, about in sorted(entries.items())
     }
 
@@ -87,23 +89,6 @@ def file_identities(directory: str) -> dict[str, tuple[int, str]]:
         )
 
     return {name.removeprefix(root): (int(about["size"]), named(about)) for name, about in entries.items()}
-
-
-def change_stamps_below(uri: str) -> tuple[str, dict[str, str]]:
-    """Return the base directory of a URI and its `change_stamps`.
-
-    The base is the directory itself, the parent of a file, or the directory that all matches of a glob are below.
-    """
-    files, path = store_of(uri)
-    stamped = change_stamps(uri)
-    if retry(files, uri, lambda: files.isdir(path)):
-        below = path
-    elif len(stamped) == 1 and retry(files, uri, lambda: files.isfile(path)):
-        below = path.rpartition("/")[0]
-    else:
-        below = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
-    below = below.rstrip("/") if on_disk(files) else files.unstrip_protocol(below).rstrip("/")
-    return below, stamped
 
 
 def require_bucket(uri: str) -> None:

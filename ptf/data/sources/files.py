@@ -80,7 +80,7 @@ def resolve_files(location: str) -> DataFiles:
     if (repo := hub.parse_location(location)) is not None:
         return _on_hub(repo)
     path, config, split = hub.without_names(location)
-    below, stamps = storage.change_stamps_below(path)
+    below, stamps = storage.change_stamps(path)
     uris = {uri[len(below) :].lstrip("/"): uri for uri in stamps}
     if list(uris) == [posixpath.basename(path.rstrip("/"))] and not (config or split):
         chosen = [name for name in uris if format_of(name)]  # one file, whatever its name says of splits
@@ -92,7 +92,6 @@ def resolve_files(location: str) -> DataFiles:
 
 
 def _on_hub(repo: hub.Repo) -> DataFiles:
-    """Return the data files of a dataset on the Hub."""
     commit = hub.commit_of(repo.id, repo.revision)
     tree = hub.tree(repo.id, commit)
     inside = [name for name in tree if not repo.inside or _matches(name, repo.inside)]
@@ -184,7 +183,6 @@ def splits_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _split_of_file(name: str) -> str | None:
-    """Return the split that a file's name says, or None."""
     stem = posixpath.basename(name)[: -len(format_of(name) or "")]
     shard = SHARD.fullmatch(stem)  # train_sft-00000-of-00003: the split is train_sft
     word = _split_of_word(shard[1] if shard else stem)
