@@ -1,5 +1,6 @@
 """`ptf inspect`: the object that it prints, the page that it writes, and what it says of a config that cannot be."""
 
+import gzip
 import io
 import json
 import re
@@ -201,6 +202,16 @@ def test_passes_and_steps_are_those_of_the_run(job, tmp_path, capfd):
     assert {name: source["rows"] for name, source in found["sources"].items()} == {"few": 7, "many": 60}
     metrics = read_metrics(run(load(config), "run") / "metrics.jsonl")
     assert (found["steps"], found["steps_exact"]) == (len(metrics), True)
+
+
+def test_a_compressed_source_may_have_a_row_count_and_a_limit(job, tmp_path, capfd):
+    job()
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "train.jsonl").read_bytes()))
+    source = {"path": str(packed), "row_count": 20, "limit": 5}
+    config = job(data={"sources": {"packed": source, "plain": {"path": str(tmp_path / "train.jsonl")}}})
+    found = inspected(capfd, config)["sources"]
+    assert {name: found[name]["rows"] for name in found} == {"packed": 5, "plain": 20}
 
 
 def test_trained_tokens_are_green_on_a_terminal_and_in_brackets_elsewhere(job):

@@ -86,7 +86,7 @@ def survey(partitions: Partitions, *, sequences: int, limit: int = 2000, example
     fill = used / (partitions.seq_len * len(full)) if full else 0.0
     tokens = sum(source.tokens for source in surveyed)
     weights = mixture.shares(
-        {source.name: sources[source.name].rows or max(1, round(source.rows)) for source in surveyed}
+        {source.name: partitions.rows(source.name) or max(1, round(source.rows)) for source in surveyed}
     )
     mean = {source.name: source.tokens / max(1.0, source.samples) for source in surveyed}
     by_tokens = mixture.by == "tokens"
