@@ -16,7 +16,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import inspect
 import multiprocessing.connection as mpc
 import os
 import pickle
@@ -71,8 +70,8 @@ class Pipe:
         try:
             message = pickle.dumps((kind, number, value))
         except Exception as error:
-            fault = Fault(f"its reply cannot be sent: {type(error).__name__}: {error}")
-            message = pickle.dumps((kind, number, fault))
+            said = f"its reply cannot be sent: {type(error).__name__}: {error}"
+            message = pickle.dumps((kind, number, Fault(said)))
         with self.lock:
             self.connection.send_bytes(message)
 
@@ -104,22 +103,16 @@ class Threads:
         self.clocks = dict[int, float]()  # of the threads with a call: the processor time that was last seen
         self.timer: asyncio.TimerHandle | None = None
 
-    async def result(
-        self, thread: concurrent.futures.Executor, started: Callable[[], None], function: Callable, is_coroutine: bool
-    ) -> Any:
-        """Return the function's result, if it is a coroutine function in the event loop; `started` is called when its
-        turn comes. Raises TooLong."""
-        if not is_coroutine:
-            return await self.call(thread, started, function)
-        started()
-        self.coroutines += 1
-        try:
-            return await in_time(function(), self.timeout_s)
-        finally:
-            self.coroutines -= 1
-
-    async def call(self, thread: concurrent.futures.Executor, started: Callable[[], None], function: Callable) -> Any:
-        """Return a plain function's result; `started` is called when its turn comes. Raises TooLong."""
+    async def result(self, thread: concurrent.futures.Executor, started: Callable[[], None], function: Callable) -> Any:
+        """Return the result of a function, of a coroutine function in the event loop, otherwise in the thread;
+        `started` is called when its turn comes. Raises TooLong."""
+        if overlapping.is_asynchronous(function):
+            started()
+            self.coroutines += 1
+            try:
+                return await in_time(function(), self.timeout_s)
+            finally:
+                self.coroutines -= 1
         turn = asyncio.get_running_loop().create_future()
         self.waiting.append(turn)
         self._admit()
@@ -196,26 +189,22 @@ class RewardCalls:
     """Answers questions: each has the responses that one call scores, the reply a number or a Fault for each, or one
     Fault."""
 
+    environments: Mapping[int, Any] = {}  # nothing is kept between two questions
+
     def __init__(self, what: Plugin, timeout_s: float) -> None:
         self.signature = RewardSignature.of(plugin.resolve(what.use), what.args)
         self.function = overlapping.reward_of(what)
         overlapping.first_lines(what)  # its checks of this machine run now, because the first call has a time limit
-        self.timeout_s = timeout_s
-        self.is_coroutine = overlapping.is_asynchronous(self.function)
+        is_plain = not overlapping.is_asynchronous(self.function)
         most = overlapping.max_concurrent_calls(self.function)
-        self.one_by_one = most == 1 and not self.is_coroutine
+        self.one_by_one = most == 1 and is_plain
         self.limit, self.threads = asyncio.Semaphore(most), Threads(most, timeout_s)
         self.pool = concurrent.futures.ThreadPoolExecutor(most)
-        if not self.is_coroutine and most > 1:  # threads are begun now, and not while another call computes
+        if is_plain and most > 1:  # threads are begun now, and not while another call computes
             all_begun = threading.Event()
             for _ in range(min(most, overlapping.THREADS)):
                 self.pool.submit(all_begun.wait)
             all_begun.set()
-
-    @property
-    def is_done_for(self) -> bool:
-        """Whether the process should end: it has a thread that never came back, and nothing else to do."""
-        return bool(self.threads.stuck) and not self.threads.running
 
     def answer(self, question: Sequence[Response]) -> list[float | Fault] | Fault:
         """Answer in this thread."""
@@ -227,7 +216,7 @@ class RewardCalls:
         positional, keywords = call_arguments(self.signature, question)
         function = functools.partial(self.function, *positional, **keywords)
         async with self.limit:
-            value = await self.threads.result(self.pool, started, function, self.is_coroutine)
+            value = await self.threads.result(self.pool, started, function)
         return checked_rewards(self.signature, value, len(question))
 
 
@@ -244,12 +233,6 @@ class EnvironmentCalls:
         self.pools = dict[int, concurrent.futures.ThreadPoolExecutor]()
         self.closings = set[asyncio.Task]()
 
-    @property
-    def is_done_for(self) -> bool:
-        """Whether the process should end: it has a thread that never came back, and no episode, or no thread left."""
-        may_end = self.threads.is_full or not self.environments
-        return bool(self.threads.stuck) and not self.threads.running and not self.threads.coroutines and may_end
-
     async def answer_concurrently(self, question: Any, started: Callable[[], None]) -> Any:
         """Answer while others are answered."""
         verb, episode, *rest = question
@@ -262,10 +245,10 @@ class EnvironmentCalls:
             self._forget(episode)
             pool = self.pools[episode] = concurrent.futures.ThreadPoolExecutor(1)
             try:
-                environment = await self.threads.call(pool, started, functools.partial(self._made, row, seed))
+                environment = await self.threads.result(pool, started, functools.partial(self._made, row, seed))
                 if self.pools.get(episode) is pool:
                     self.environments[episode] = environment
-                messages = await self._result(pool, started, environment.reset)
+                messages = await self.threads.result(pool, started, environment.reset)
             except BaseException:
                 if self.pools.get(episode) is pool:
                     self._forget(episode)
@@ -274,21 +257,13 @@ class EnvironmentCalls:
         environment = self.environments.get(episode)
         if environment is None:
             return Interrupted()  # its process ended between two questions
-        return await self._result(self.pools[episode], started, functools.partial(environment.step, *rest))
+        return await self.threads.result(self.pools[episode], started, functools.partial(environment.step, *rest))
 
     def _made(self, row: Mapping[str, Any], seed: int) -> Any:
         environment = self.make(row, seed)
         if fault := environment_fault(environment):
             raise UserError(f"{self.what.use} {fault}")
         return environment
-
-    async def _result(
-        self, pool: concurrent.futures.Executor, started: Callable[[], None], function: Callable[[], Any]
-    ) -> Any:
-        """Return the result of a method, in the loop if it is a coroutine function, otherwise in the episode's
-        thread."""
-        own = function.func if isinstance(function, functools.partial) else function
-        return await self.threads.result(pool, started, function, inspect.iscoroutinefunction(own))
 
     def _forget(self, episode: int) -> None:
         """Discard an episode's environment, and close it if it has a `close`. Its thread ends with the call that it is
@@ -304,7 +279,7 @@ class EnvironmentCalls:
     async def _close(self, pool: concurrent.futures.Executor, close: Callable[[], Any]) -> None:
         """Call an environment's `close`; a failure is printed, because the episode does not need it."""
         try:
-            await self._result(pool, lambda: None, close)
+            await self.threads.result(pool, lambda: None, close)
         except TooLong:
             print(f"`close` of the environment {self.what.use} took longer than {self.timeout_s:g} s", flush=True)
         except Exception as error:
@@ -327,7 +302,7 @@ def serve_one_by_one(pipe: Pipe, calls: RewardCalls, questions: "queue.SimpleQue
 
 async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, read: Callable[..., None]) -> None:
     """Answer in the event loop and in threads."""
-    loop, tasks, began = asyncio.get_running_loop(), set[asyncio.Task](), set[int]()
+    loop, threads, tasks, began = asyncio.get_running_loop(), calls.threads, set[asyncio.Task](), set[int]()
     loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(overlapping.THREADS))
 
     async def one(number: int, question: Any) -> None:
@@ -335,8 +310,8 @@ async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, 
         try:
             reply = await calls.answer_concurrently(question, functools.partial(pipe.send, STARTED, number))
         except TooLong:
-            is_crowded = len(began) > 1 or calls.threads.stuck > 1
-            reply = Fault(f"took longer than {calls.timeout_s:g} s", crowded=is_crowded)
+            is_crowded = len(began) > 1 or threads.stuck > 1
+            reply = Fault(f"took longer than {threads.timeout_s:g} s", crowded=is_crowded)
         except (Exception, asyncio.CancelledError) as error:  # of the users' code: it affects only this question
             reply = fault_of(error)
         began.discard(number)
@@ -351,8 +326,10 @@ async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, 
     idle = 0
     while idle < 2:  # otherwise the process ends when the pipe closes
         await asyncio.sleep(IDLE_S)
-        calls.threads.look()
-        idle = idle + 1 if calls.is_done_for and (not tasks or calls.threads.is_full) else 0
+        threads.look()
+        # a thread never came back, and nothing else is in the process, or could begin in it
+        is_left = threads.stuck and not threads.running and not threads.coroutines
+        idle = idle + 1 if is_left and (threads.is_full or not (tasks or calls.environments)) else 0
     pipe.send(LEFT, 0)
     os._exit(0)
 
