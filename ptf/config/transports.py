@@ -4,10 +4,10 @@ when `auto` tries it, and what a sync by it moves.
 To add one, add a file with its class (a subclass of `Transport`, ptf/rl/weights/transport.py, or of one of those that
 are there), and an entry to `TRANSPORTS`, where `auto` takes the first that is a candidate. What it needs beyond
 `streams` and `one_pool` is a sentence of `rules_of`. If it uses a link that no other transport does, add its rate to
-`RATES` (traffic.py). The key's description (sections/rollout.py) says what it is for; `make reference` writes its
+`RATES` (online_budget.py). The key's description (sections/rollout.py) says what it is for; `make reference` writes its
 values.
 
-The rules of the configuration, `ptf plan` (traffic.py, online_budget.py) and the controller read this table. It imports
+The rules of the configuration, `ptf plan` (online_budget.py) and the controller read this table. It imports
 no torch.
 """
 
@@ -26,7 +26,7 @@ class TransportFacts:
     """What a transport of weights does, and what a job must have for it."""
 
     code: str  # its class, as module:name
-    # link, a key of `traffic.RATES` → how often all bytes pass over it
+    # link, a key of `online_budget.RATES` → how often all bytes pass over it
     link_crossings: Mapping[str, int]
     # True: engines read while the policy sends. Policy and engines are then in memory together, a sync takes at
     # least as long as its slowest link, and weights cannot be sent again to one engine alone

@@ -1,6 +1,5 @@
 """What a rollout engine is started with, and the start of the one that `rollout.engine` names."""
 
-import importlib
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,8 @@ from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import RolloutEngine
 from ptf.train.components import layer_factory_of
+
+WIDTH = {"fp32": 4, "bf16": 2}  # bytes of a weight, by the precision of the engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,7 @@ class EngineSettings:
     def _native(self, world: World, dtype: torch.dtype) -> RolloutEngine:
         from ptf.rl.engines.native import PREFILL_TOKENS
 
-        module, _, kind = BACKENDS[self.model.backend if self.model else "ptf"].engine.partition(":")
-        return getattr(importlib.import_module(module), kind)(
+        return plugin.resolve(BACKENDS[self.model.backend if self.model else "ptf"].engine)(
             self.directory,
             device=world.device,
             dtype=dtype,

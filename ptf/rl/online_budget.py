@@ -23,12 +23,23 @@ from ptf.model.config import DecoderConfig
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import Pool
+from ptf.rl.engine_settings import WIDTH
 from ptf.rl.engines.native import BATCH
 from ptf.rl.job_cluster import pools_of
 from ptf.rl.weights.stored import BUCKET_BYTES
-from ptf.rl.weights.traffic import WIDTH, SyncTraffic, sync_traffic
 from ptf.train.budget import GIB, Budget, budget, config_directory, frozen_memory
 from ptf.train.model_source import needs_weights
+
+# bytes per second of each link: estimates for a machine of eight H100
+RATES = {
+    "gather": 300e9,  # between the GPUs of a machine (NVLink)
+    "device": 2.0e12,  # within the memory of a GPU
+    "host_link": 50e9,  # between a GPU and host memory (PCIe 5)
+    "host": 10e9,  # a copy within host memory, as into an object store
+    "disk": 2e9,  # files that all machines of the job can read
+    "digest_on_device": 150e9,  # a checksum that is computed on a GPU: about twenty passes over its memory
+    "digest_on_host": 4e9,  # the same on two cores (2 GB/s each, measured)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,15 @@ class PoolBudget:
     def total(self, phase: str) -> float:
         """Return the bytes of all roles in a phase."""
         return sum(self.phases[phase].values())
+
+
+@dataclass(frozen=True)
+class SyncTraffic:
+    """What one sync moves."""
+
+    sent: int  # bytes of all tensors that are sent, each once
+    host: int  # bytes that host memory or files hold at once; 0 if the engines read while the policy sends
+    seconds: float  # the least that the sync takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +265,17 @@ def _advice(phase: str) -> str:
     if phase == "sync policy and rollout":
         return "another pool for rollout (rollout.transport: nccl)"
     return "a pool of its own for this role (compute.pools)"
+
+
+def sync_traffic(parameters: int, precision: str, transport: str) -> SyncTraffic:
+    """Return what a sync of this many weights moves on one machine, by a transport (`rollout.transport`).
+
+    A sync gathers the tensors of a sharded policy and carries them to each engine, over the links that the table of the
+    transports names, in the precision of the engine. For an adapter, give the number of its weights. The seconds are
+    those of the slowest link, or of a digest where it is slower, if the parts of a transfer overlap, and otherwise
+    their sum; a real transfer takes longer.
+    """
+    chosen, sent = TRANSPORTS[transport], parameters * WIDTH[precision]
+    seconds = [times * sent / RATES[link] for link, times in chosen.link_crossings.items()]
+    # an engine that reads only when everything is stored overlaps with nothing: then the times of both halves add
+    return SyncTraffic(sent, 0 if chosen.streams else sent, max(seconds) if chosen.streams else sum(seconds))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ptf import storage
@@ -16,13 +17,12 @@ from ptf.model.backends import backend_of
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import RoleSpec
-from ptf.rl.engine_settings import EngineSettings
+from ptf.rl.engine_settings import WIDTH, EngineSettings
 from ptf.rl.engines.protocol import edges_of
 from ptf.rl.engines.vllm_support import config_of, raise_if_wrong
 from ptf.rl.job_cluster import offload_path
 from ptf.rl.rewards.scoring import Rewards, RewardWorkers
 from ptf.rl.sampler import Sampler, SamplerSettings
-from ptf.rl.weights.traffic import WIDTH
 
 # the key-value cache of a vLLM engine on a CPU has room for so many of the longest contexts, and this size at least
 CPU_CONTEXTS, CPU_CACHE_GIB = 4, 0.25
@@ -188,16 +188,12 @@ def evaluation_rewards(job: Job) -> Rewards:
 
 def rewards_of(job: Job, by_source: Mapping[str, SourcePlugin]) -> Rewards:
     """Return the processes that score responses by these reward functions."""
-    rollout, rewards = job.rollout or RolloutConfig(), Rewards()
-    for source, what in by_source.items():
-        rewards[source] = (
-            RewardWorkers(
-                what.plugin,
-                within_s=job.compute.timeout_s,
-                timeout_s=rollout.reward_timeout_s,
-                processes=rollout.reward_processes,
-                retries=rollout.reward_retries,
-            ),
-            what.weight,
-        )
-    return rewards
+    rollout = job.rollout or RolloutConfig()
+    new = partial(
+        RewardWorkers,
+        within_s=job.compute.timeout_s,
+        timeout_s=rollout.reward_timeout_s,
+        processes=rollout.reward_processes,
+        retries=rollout.reward_retries,
+    )
+    return Rewards({source: (new(what.plugin), what.weight) for source, what in by_source.items()})

@@ -1,11 +1,10 @@
 """A transport of weights from the policy's ranks to the engines, as the controller uses it; `rollout.transport` chooses
 one of those that ptf/config/transports.py lists."""
 
-import importlib
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from ptf.config import Job
+from ptf.config import Job, plugin
 from ptf.config.transports import TRANSPORTS, resolve_transport
 from ptf.rl.cluster import Cluster, RoleGroup
 from ptf.rl.weights.verification import Buckets, Manifest, Receipt
@@ -37,5 +36,4 @@ class Transport(ABC):
 def transport_of(job: Job, run: Path, gpu: bool) -> Transport:
     """Return the transport of a job, whose roles have GPUs or not."""
     name = resolve_transport(job, gpu)
-    module, _, kind = TRANSPORTS[name].code.partition(":")
-    return getattr(importlib.import_module(module), kind)(name, job, run)
+    return plugin.resolve(TRANSPORTS[name].code)(name, job, run)

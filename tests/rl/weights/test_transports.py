@@ -18,8 +18,8 @@ from ptf.config.transports import (
     rules_of,
     with_lora_sync,
 )
+from ptf.rl.online_budget import RATES
 from ptf.rl.weights.streamed import Streamed
-from ptf.rl.weights.traffic import RATES
 from ptf.rl.weights.transport import Transport
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ptf.config.transports import TRANSPORTS
-from ptf.rl.weights.traffic import RATES, sync_traffic
+from ptf.rl.online_budget import RATES, sync_traffic
 
 SIZES = {"8B": 8.19e9, "30B-A3B": 30.5e9, "235B": 235e9}
 
