@@ -233,8 +233,7 @@ def phase_table(records: Sequence[PhaseRecord]) -> str:
         offloaded = ", ".join(f"{role} {gib:.2f} GiB" for role, gib in record.offloaded.items()) or "-"
         numbers = (str(record.workers), f"{record.seconds:.2f}", f"{record.gib:.2f}")
         rows.append((record.phase, record.role, record.pool, *numbers, offloaded))
-    columns = zip(*rows, strict=True)
-    aligned = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    aligned = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
 
 

@@ -118,13 +118,12 @@ class Replicas:
     ) -> Mapping[int, Any]:
         """Return the results of one replica's items, by their indices."""
         results: dict[int, Any] = {}
-        doing = f"{self.spec.name}.{method}"
 
         def ask(gang: Gang) -> None:
             missing = [k for k in mine if k not in results]
             if missing:
                 arguments = (method, [items[k] for k in missing], *shared)
-                for part in gang.stream("call_streaming", arguments, doing=doing):
+                for part in gang.stream("call_streaming", arguments, doing=f"{self.spec.name}.{method}"):
                     for which, result in part:
                         results[missing[which]] = result
                         if on_result:
@@ -141,7 +140,7 @@ class Replicas:
 
         Raises Retryable after `restarts` replacements, Lost if a replacement cannot get the weights.
         """
-        for attempt in range(self.restarts + 1):
+        for attempt in itertools.count():
             try:
                 if attempt:
                     self._replace(i)
@@ -159,7 +158,6 @@ class Replicas:
                 if attempt == self.restarts:
                     raise Retryable(f"{failed}, {attempt + 1} times: {reason}") from error
                 print(f"{failed} and is replaced{progress()}: {reason}", flush=True)
-        raise AssertionError("not reached")
 
     def _replace(self, i: int) -> None:
         self.gangs[i].close()

@@ -62,11 +62,6 @@ class Call:
     continued: bool = False  # a later context holds the response, and that of no other call
 
     @property
-    def served(self) -> str:
-        """Return the text of context and response."""
-        return self.context.text + self.raw
-
-    @property
     def length(self) -> int:
         """Return the number of characters of context and response."""
         return len(self.context.text) + len(self.raw)
@@ -228,7 +223,9 @@ class CallHistory:
 
 def _is_same(call: Call | None, other: Call) -> bool:
     """Return whether a call has the same text as another: conversations that are continued cannot tell them apart."""
-    return call is other or (call is not None and call.length == other.length and call.served == other.served)
+    return call is other or (
+        call is not None and call.length == other.length and call.begins(other.context.text + other.raw)
+    )
 
 
 def shown(call: Call, tokenizer: Tokenizer) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ptf.rl.weights import streamed
 from ptf.rl.weights.streamed import Offer, Receiver, Sender, Streamed, TransferStore, host, name_of
@@ -18,8 +19,6 @@ class IpcSender(Sender):
     def buffer(self) -> tuple[Tensor, Any]:
         """Return a buffer, and the handle with which another process of this machine opens it."""
         if self.device.type == "cuda":
-            from torch.multiprocessing.reductions import reduce_tensor
-
             buffer, _ = super().buffer()
             return buffer, reduce_tensor(buffer)[1]
         fd = os.memfd_create("ptf-weights")  # freed with the last process that has it open, however that ends
@@ -57,8 +56,6 @@ class Ipc(Streamed):
 def opened(handle: Any, device: torch.device) -> Tensor:
     """Return the buffer that another process of this machine shares."""
     if device.type == "cuda":
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
         arguments = list(handle)
         arguments[6] = device.index  # the same GPU may have another index in every process
         return rebuild_cuda_tensor(*arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import override
 
 from ptf.config.transports import TRANSPORTS
 from ptf.rl.cluster import Cluster, RoleGroup
@@ -24,15 +25,15 @@ BUCKET_BYTES = 256 << 20
 class Stored(Transport):
     """Through host memory, all tensors at once, or through files in the run's directory."""
 
+    @override
     def open(self, policy: RoleGroup, version: int) -> tuple[Buckets, Manifest]:
-        """See Transport."""
         directory = self.directory if TRANSPORTS[self.name].in_files else None
         return policy.call("collect_weights", version, directory, self.adapter)
 
+    @override
     def send(
         self, cluster: Cluster, policy: RoleGroup, rollout: RoleGroup, weights: Buckets, manifest: Manifest
     ) -> Receipt:
-        """See Transport."""
         with cluster.phase(rollout, "sync"):
             return rollout.call("load", weights, manifest)
 

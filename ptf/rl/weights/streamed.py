@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ptf.errors import Lost
 from ptf.rl.cluster import Cluster, RoleGroup
@@ -293,15 +294,15 @@ class Streamed(Transport):
     # the side of an engine on a device, which connects to one of the offers
     receiver: ClassVar[Callable[[tuple[Offer, ...], int, float, torch.device], Receiver]]
 
+    @override
     def open(self, policy: RoleGroup, version: int) -> tuple[Transfer, Manifest]:
-        """See Transport."""
         engines = 1 if self.from_every_rank else self.engines
         return policy.call("open_transfer", type(self), version, engines, self.timeout_s)
 
+    @override
     def send(
         self, cluster: Cluster, policy: RoleGroup, rollout: RoleGroup, weights: Buckets, manifest: Manifest
     ) -> Receipt:
-        """See Transport."""
         assert isinstance(weights, Transfer)
         with cluster.together(policy, rollout, "sync"):
             return send_and_receive(policy, rollout, weights, manifest)
