@@ -1,8 +1,6 @@
 """How a model is served."""
 
-import tempfile
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 LONGEST = 8192  # tokens of a context with its response, unless another limit is given; the caches grow with it
@@ -18,4 +16,3 @@ class ServingOptions:
     max_running: int = 128  # responses that are sampled at a time
     catalogue: str | None = None  # of items to rank; None: that of the run's `evaluate.ranking`
     beam: int = 100  # beginnings of items that are kept on each level
-    caches: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))  # where vLLM keeps what it compiles

@@ -3,10 +3,7 @@
 import asyncio
 import json
 import signal
-import tempfile
 import time
-from dataclasses import replace
-from pathlib import Path
 
 from ptf.errors import UserError
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
@@ -23,9 +20,7 @@ def serve(model: ServedModel, options: ServingOptions, *, host: str, port: int, 
     Raises UserError for a model or an address that cannot be served.
     """
     host = address_of(host, key)  # refused before a model is loaded
-    with tempfile.TemporaryDirectory(prefix="ptf-serve-") as caches:
-        options = replace(options, caches=Path(caches))
-        asyncio.run(_serve(PublicEndpoint(model.services(options), model.name, host=host, port=port, key=key)))
+    asyncio.run(_serve(PublicEndpoint(model.services(options), model.name, host=host, port=port, key=key)))
 
 
 async def _serve(endpoint: "PublicEndpoint") -> None:
@@ -47,13 +42,9 @@ async def _serve(endpoint: "PublicEndpoint") -> None:
 
 
 class PublicEndpoint:
-    """Serves a model's services; with a `key`, to those that have it.
-
-    Raises UserError for a host other than this machine's own without a key.
-    """
+    """Serves a model's services; with a `key`, to those that have it."""
 
     def __init__(self, services: list[Service], model: str, *, host: str, port: int, key: str | None) -> None:
-        host = address_of(host, key)
         self.services, self.model, self.key, self.created = services, model, key, int(time.time())
         self.handlers = {path: handle for service in services for path, handle in service.paths.items()}
         self.server = HttpServer(self._handle, host=host, port=port, admit=self._authorise)

@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +61,17 @@ class ServedModel:
             )
         if options.engine == "vllm":
             return [self._by_vllm(directory, tokenizer, options)]
-        engine = self._native(directory, factory, device, options)
+        engine = NativeEngine(
+            str(directory.base),
+            device=device,
+            # one that ranks computes in fp32, as its evaluation does
+            dtype=torch.float32 if catalogue else served_dtype(directory.base, device),
+            version=0,
+            factory=factory,
+            continuous=True,
+            batch=options.max_running,
+        )
+        directory.fill(engine)
         length = max_length_of(engine.model.config, options)
         services: list[Service] = []
         if catalogue:
@@ -126,31 +138,17 @@ class ServedModel:
             serializer = HistorySerializer(items.by_name, window, gaps, 1.0)
         return RankService(engine, tokenizer, self.name, items, serializer, beam=beam, max_length=length)
 
-    def _native(
-        self, directory: ServedDirectory, factory: LayerFactory | None, device: torch.device, options: ServingOptions
-    ) -> NativeEngine:
-        """Start the native engine; a model that ranks computes in fp32, as its evaluation does."""
-        engine = NativeEngine(
-            str(directory.base),
-            device=device,
-            dtype=torch.float32 if self._catalogue(options) else served_dtype(directory.base, device),
-            version=0,
-            factory=factory,
-            continuous=True,
-            batch=options.max_running,
-        )
-        directory.fill(engine)
-        return engine
-
     def _by_vllm(self, directory: ServedDirectory, tokenizer: Tokenizer, options: ServingOptions) -> ResponseService:
         """Start vLLM in this process."""
         from ptf.rl.engines.vllm_engine import VLLMEngine, engine_env
 
         dtype = "float32" if served_dtype(directory.base, pick_device("auto")) == torch.float32 else "bfloat16"
         raise_if_wrong("--engine", config_of(directory.base), "fp32" if dtype == "float32" else "bf16", synced=False)
-        os.environ.update(engine_env(options.caches / "vllm"))  # before vLLM is imported
+        caches = tempfile.TemporaryDirectory(prefix="ptf-serve-", ignore_cleanup_errors=True)
+        os.environ.update(engine_env(Path(caches.name)))  # before vLLM is imported
         length = max_length_of(bridge.build(directory.base, head="lm").config, options)
         engine = VLLMEngine(str(directory.base), seed=0, dtype=dtype, max_model_len=length)
+        weakref.finalize(engine, caches.cleanup)  # when the process ends, at the latest
         return ResponseService(engine, tokenizer, self.name, length, options.max_new_tokens)
 
 
