@@ -43,19 +43,62 @@ async def over_http(url: str, headers: Mapping[str, str]) -> AsyncIterator[Any]:
         yield streams
 
 
-class McpConnection:
-    """An open connection, for one episode; `tools` are the server's.
+class Mcp:
+    """An episode in which the agent calls tools, and ends with a response that calls none.
 
-    A task holds it, because the library wants it to be opened and closed by the same task, and the methods of an
-    environment are called in different ones.
+    The server is a `command`, started for each episode, with `env` as its environment variables besides PATH and HOME;
+    or a `url` (streamable HTTP, with `headers`). Tool calls are read in the `format` of `ptf.data.tool_calls`. `reward`
+    scores the text of the last response with the row. A result of more than `max_result_characters` is cut. A server
+    that ends, fails, or gives no result within `timeout_s` is an error of the environment. The same calls must have the
+    same results when an episode is replayed.
+
+    A task holds the connection, because the library wants it to be opened and closed by the same task, and the methods
+    of an environment are called in different ones.
     """
 
-    def __init__(self, server: Any, timeout_s: float) -> None:
-        self.server, self.timeout_s = server, timeout_s
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        seed: int,
+        *,
+        reward: Mapping[str, Any],
+        command: Sequence[str] = (),
+        url: str | None = None,
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        format: str = "hermes",
+        timeout_s: float = 8.0,
+        max_result_characters: int = 20_000,
+    ) -> None:
+        self.row, self.timeout_s, self.most = row, timeout_s, max_result_characters
+        self.server = transport(command, url, env or {}, headers or {})
+        self.format, self.turn = parser(format), 0
+        self.reward = reward_of(Plugin(**reward))
         self.tools: list[Mapping[str, Any]] = []  # as in chat completions
         self.client: Any = None
         self.opened = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+
+    async def reset(self) -> Sequence[Message]:
+        """Connect to the server; return the row's messages."""
         self.task = asyncio.create_task(self._hold())
+        await self.waited(self.opened.wait(), "list of tools")
+        return self.row.get("messages") or [{"role": "user", "content": self.row["prompt"]}]
+
+    async def step(self, text: str) -> StepResult:
+        """Call the tools that the text names and return their results; score a text that calls none."""
+        answer = self.format.parse(text, self.tools)
+        if not answer.tool_calls:
+            return StepResult(reward=await overlapping_call(self.reward, self.row, text), done=True)
+        self.turn += 1
+        own, results = list[Message](), list[Message]()
+        for number, call in enumerate(answer.tool_calls):
+            ids = f"{self.turn:05d}{number:04d}"  # of nine characters, which some templates insist on
+            own.append({"type": "function", "id": ids, "function": {"name": call.name, "arguments": call.arguments}})
+            results.append({"role": "tool", "tool_call_id": ids, "name": call.name, "content": await self.result(call)})
+        return StepResult(
+            results, policy_message={"role": "assistant", "content": answer.content or "", "tool_calls": own}
+        )
 
     async def _hold(self) -> None:
         """Open the connection, read the list of tools, and keep it open until the task is cancelled."""
@@ -77,8 +120,9 @@ class McpConnection:
             self.opened.set()
             await asyncio.Event().wait()
 
-    async def result(self, wait: Any, what: str) -> Any:
+    async def waited(self, wait: Any, what: str) -> Any:
         """Return the result of a coroutine. Raises ConnectionError if the connection ends first, or TimeoutError."""
+        assert self.task is not None
         task = asyncio.ensure_future(wait)
         await asyncio.wait({task, self.task}, timeout=self.timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -91,91 +135,29 @@ class McpConnection:
             error = error.exceptions[0]
         raise ConnectionError(f"the connection to the MCP server ended before its {what}: {error!r}")
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return the text of a tool's result, or what the tool or the server says is wrong with the call."""
+    async def result(self, call: ToolCall) -> str:
+        """Return the text that a tool gives for a call, or why the call is wrong: as known here, or as the tool or the
+        server says."""
         from mcp.shared.exceptions import MCPError
         from mcp.types import INVALID_PARAMS
 
-        try:
-            result = await self.result(self.client.call_tool(name, arguments), f"result of {name}")
-        except MCPError as error:
-            if error.code == INVALID_PARAMS:
-                return f"Error: {error.message}"
-            raise ConnectionError(f"the MCP server failed in {name}: {error.message}") from error
-        return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
-
-    async def close(self) -> None:
-        """End the connection, and the command."""
-        self.task.cancel()
-        await asyncio.wait({self.task})
-
-
-class Mcp:
-    """An episode in which the agent calls tools, and ends with a response that calls none.
-
-    The server is a `command`, started for each episode, with `env` as its environment variables besides PATH and HOME;
-    or a `url` (streamable HTTP, with `headers`). Tool calls are read in the `format` of `ptf.data.tool_calls`. `reward`
-    scores the text of the last response with the row. A result of more than `max_result_characters` is cut. A server
-    that ends, fails, or gives no result within `timeout_s` is an error of the environment. The same calls must have the
-    same results when an episode is replayed.
-    """
-
-    def __init__(
-        self,
-        row: Mapping[str, Any],
-        seed: int,
-        *,
-        reward: Mapping[str, Any],
-        command: Sequence[str] = (),
-        url: str | None = None,
-        env: Mapping[str, str] | None = None,
-        headers: Mapping[str, str] | None = None,
-        format: str = "hermes",
-        timeout_s: float = 8.0,
-        max_result_characters: int = 20_000,
-    ) -> None:
-        self.row, self.timeout_s, self.most = row, timeout_s, max_result_characters
-        self.server = transport(command, url, env or {}, headers or {})
-        self.format, self.turn = parser(format), 0
-        self.reward = reward_of(Plugin(**reward))
-        self.tools: list[Mapping[str, Any]] = []
-        self.connection: McpConnection | None = None
-
-    async def reset(self) -> Sequence[Message]:
-        """Connect to the server; return the row's messages."""
-        self.connection = McpConnection(self.server, self.timeout_s)
-        await self.connection.result(self.connection.opened.wait(), "list of tools")
-        self.tools = self.connection.tools
-        return self.row.get("messages") or [{"role": "user", "content": self.row["prompt"]}]
-
-    async def step(self, text: str) -> StepResult:
-        """Call the tools that the text names and return their results; score a text that calls none."""
-        answer = self.format.parse(text, self.tools)
-        if not answer.tool_calls:
-            return StepResult(reward=await overlapping_call(self.reward, self.row, text), done=True)
-        self.turn += 1
-        own, results = list[Message](), list[Message]()
-        for number, call in enumerate(answer.tool_calls):
-            ids = f"{self.turn:05d}{number:04d}"  # of nine characters, which some templates insist on
-            own.append({"type": "function", "id": ids, "function": {"name": call.name, "arguments": call.arguments}})
-            results.append({"role": "tool", "tool_call_id": ids, "name": call.name, "content": await self.result(call)})
-        return StepResult(
-            results, policy_message={"role": "assistant", "content": answer.content or "", "tool_calls": own}
-        )
-
-    async def result(self, call: ToolCall) -> str:
-        """Return the text that a tool gives for a call, or why the call is wrong."""
-        assert self.connection is not None
         names, arguments = [tool["function"]["name"] for tool in self.tools], json.loads(call.arguments)
         if call.name not in names:
             return f"Error: there is no tool {call.name}; the tools are {', '.join(names)}"
         if not isinstance(arguments, dict):
             return f"Error: the arguments of {call.name} must be an object"
-        text = await self.connection.call(call.name, arguments)
+        try:
+            result = await self.waited(self.client.call_tool(call.name, arguments), f"result of {call.name}")
+            text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+        except MCPError as error:
+            if error.code != INVALID_PARAMS:
+                raise ConnectionError(f"the MCP server failed in {call.name}: {error.message}") from error
+            text = f"Error: {error.message}"
         left = len(text) - self.most
         return text if left <= 0 else f"{text[: self.most]}\n[{left} more characters]"
 
     async def close(self) -> None:
         """End the connection and the command."""
-        if self.connection is not None:
-            await self.connection.close()
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait({self.task})
