@@ -69,10 +69,10 @@ class AgentProcess:
         assert config.python is not None
         self.agent, self.python = config.agent, config.python
         self.numbers, self.lock = itertools.count(), threading.Lock()
-        self.waiting = dict[int, Reply]()  # by the episode's number
+        self.ready, self.lines = new_reply(), queue.SimpleQueue[str | None]()
+        self.waiting = dict[int | None, Reply]({None: self.ready})  # by the episode's number; None: the agent's module
         self.left = dict[int, float]()  # episodes that are over, but not for the agent → since when
         self.started, self.coming = time.monotonic(), 0  # `coming`: episodes that wait until it is ready
-        self.ready, self.lines = new_reply(), queue.SimpleQueue[str | None]()
         self.place = tempfile.mkdtemp(prefix=PREFIX)
         self.process = subprocess.Popen(
             confined([config.python, "-u", str(PROGRAM), self.place], self.place),
@@ -176,7 +176,7 @@ class AgentProcess:
         number: Any = message.get("episode")  # None: it says that the agent's module is imported, or why not
         with self.lock:
             self.left.pop(number, None)
-            reply = self.ready if number is None else self.waiting.pop(number, None)
+            reply = self.waiting.pop(number, None)
         if reply is None:
             return
         if "error" in message:
@@ -185,13 +185,10 @@ class AgentProcess:
             reply.set_result(message.get("reward"))
 
     def _fail_all(self) -> None:
-        """End all episodes, as the process has ended."""
         error = ProcessEnded(f"the process of the agent ended with status {self.process.returncode}")
         with self.lock:
             replies = list(self.waiting.values())
             self.waiting.clear()
-            if not self.ready.done():
-                self.ready.set_exception(error)
         for reply in replies:
             reply.set_exception(error)
 
