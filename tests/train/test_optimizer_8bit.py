@@ -1,5 +1,6 @@
 """`train.optimizer: adamw_8bit`: AdamW's update with moments in 8 bits, and the same bits after a resume."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.train import TrainConfig
 from ptf.errors import UserError
+from ptf.model.bitsandbytes_functions import bitsandbytes_functions
 from ptf.recipes.sft.recipe import SFT
 from ptf.train import optimizer_8bit
 from ptf.train.optim import adamw
@@ -159,11 +161,9 @@ def test_a_run_stops_and_resumes_with_the_same_bits(tmp_path, monkeypatch) -> No
 
 
 def test_without_bitsandbytes_it_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(key: str) -> Any:
-        raise UserError(f"{key} needs bitsandbytes")
-
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 64))])
     QuantisedMoments(optimizer)
-    monkeypatch.setattr(optimizer_8bit, "bitsandbytes_functions", missing)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    bitsandbytes_functions.cache_clear()
     with pytest.raises(UserError, match=r"train\.optimizer: adamw_8bit needs bitsandbytes"):
         QuantisedMoments(optimizer)
