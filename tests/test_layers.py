@@ -75,7 +75,7 @@ PACKAGES = {
         "ptf/model/verify.py",
         "ptf/model/hf_adapters.py",
         "ptf/model/reference.py",
-        "ptf/model/scalar.py",
+        "ptf/model/head.py",
         "ptf/model/hf_backend.py",
         "ptf/model/hf_language_model.py",
         "ptf/model/hf_weights.py",

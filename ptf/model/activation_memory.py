@@ -16,14 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptf.model.attention import Attention
+from ptf.model.attention import Attention, LatentAttention
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.kernels.attention import PackedDelta
 from ptf.model.kernels.choice import Kernels
 from ptf.model.kernels.elementwise import normalised
-from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import LayerFactory
 from ptf.model.moe import Experts, MixtureOfExperts
 from ptf.model.recompute import SAVED, Recompute
@@ -45,8 +44,12 @@ class ActivationBytes:
 
     def of(self, mode: Recompute) -> float:
         """Return the bytes per token on the device under a mode of activation checkpointing."""
-        saved = {"none": self.everything, "selective": self.products + self.input, "block": self.input, "offload": 0.0}
-        return saved[mode]
+        return {
+            "none": self.everything,
+            "selective": self.products + self.input,
+            "block": self.input,
+            "offload": 0.0,
+        }[mode]
 
 
 class _Saving(Function):
@@ -147,12 +150,12 @@ def activation_bytes(
         ]
         attention = _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(TOKENS)))
         if isinstance(block.attn, GatedDeltaNet):  # what the rule computes inside is not saved with `selective`
-            outside = _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(0)))
-            attention = (attention[0], outside[1])
+            attention = attention[0], _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(0)))[1]
         saved, of_products, *beside = _feed(block, x, c, local, ranks)
     size = c.dim * x.element_size()
-    ours = isinstance(block.attn, Attention | LatentAttention)
-    attended = _attended(block.attn, local, x.element_size()) if ours else 0
+    attended = (
+        _attended(block.attn, local, x.element_size()) if isinstance(block.attn, Attention | LatentAttention) else 0
+    )
     everything = sum(n[0] for n in norms) / ranks + attention[0] + saved
     return ActivationBytes(everything, attention[1] + of_products + attended, size / ranks, *beside)
 
@@ -178,8 +181,7 @@ class CountedAttend:
 
     def __init__(self, tokens: int, device: str = "meta") -> None:
         with torch.device("cpu"):
-            segments = torch.zeros(1, tokens, dtype=torch.long)
-            self.packed = PackedDelta(segments, torch.arange(tokens)[None]) if tokens else None
+            self.packed = PackedDelta(torch.zeros(1, tokens), torch.arange(tokens)[None]) if tokens else None
         if self.packed is not None:
             self.packed.positions = self.packed.positions.to(device)
             self.packed.chunks = self.packed.chunks.to(torch.device(device))

@@ -11,11 +11,11 @@ from ptf.model.components import raise_if_unmatched
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Decoder
 from ptf.model.families import family_of
+from ptf.model.head import is_scalar
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora, raise_if_unmatched_targets
 from ptf.model.model_files import read_config
 from ptf.model.quantised_weights import quantised_weights
-from ptf.model.scalar import is_scalar
 from ptf.model.tensor_files import TensorFiles, has_weights
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def build(
             f"use the checkpoint it was made from{copy if method == 'fp8' else ''}"
         )
     config = replace(decoder_config(directory), head=head or ("scalar" if is_scalar(hf) else "lm"))
-    if factory is not None:
+    if factory is not None and factory.replace:
         raise_if_unmatched(config, factory)
     with torch.device("meta"):
         model = Decoder(config, factory)

@@ -18,16 +18,12 @@ Read = Callable[[str, Slices], Tensor]  # a slice of the tensor of that name in 
 
 
 @dataclass(frozen=True, slots=True)
-class Rename:
-    """One tensor under two names."""
+class TensorMapping:
+    """The correspondence of some of our tensors to one or some of Hugging Face's: here, of one tensor under two names
+    (`rename`)."""
 
-    name: str
+    ours: tuple[str, ...]
     other: str
-
-    @property
-    def ours(self) -> tuple[str, ...]:
-        """Our name."""
-        return (self.name,)
 
     def theirs(self, experts: int) -> tuple[str, ...]:
         """Return their names, for a model of so many experts."""
@@ -35,7 +31,8 @@ class Rename:
 
     def at(self, layer: int) -> Self:
         """Return the mapping of one layer."""
-        return replace(self, name=self.name.replace("{i}", str(layer)), other=self.other.replace("{i}", str(layer)))
+        ours = tuple(name.replace("{i}", str(layer)) for name in self.ours)
+        return replace(self, ours=ours, other=self.other.replace("{i}", str(layer)))
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors, given the shape of ours."""
@@ -50,8 +47,13 @@ class Rename:
         return tensors
 
 
+def rename(ours: str, theirs: str) -> TensorMapping:
+    """Return the mapping of one tensor under two names."""
+    return TensorMapping((ours,), theirs)
+
+
 @dataclass(frozen=True, slots=True)
-class PaddedRows(Rename):
+class PaddedRows(TensorMapping):
     """Their tensor is the first `count` rows of ours; our other rows are padding, and zero."""
 
     count: int
@@ -79,7 +81,7 @@ class PaddedRows(Rename):
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose(Rename):
+class Transpose(TensorMapping):
     """The last two dimensions of their tensor are swapped in ours."""
 
     @override
@@ -96,7 +98,7 @@ class Transpose(Rename):
 
 
 @dataclass(frozen=True, slots=True)
-class Bits(Rename):
+class Bits(TensorMapping):
     """Ours are the bits of their values in fp32, as integers: no cast of a model's weights changes them."""
 
     @override
@@ -109,7 +111,7 @@ class Bits(Rename):
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(Rename):
+class Stack(TensorMapping):
     """One tensor of ours stacks one of theirs for each expert."""
 
     @override
@@ -130,24 +132,7 @@ class Stack(Rename):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """One tensor of theirs is made of several of ours."""
-
-    ours: tuple[str, ...]
-    other: str
-
-    def theirs(self, experts: int) -> tuple[str, ...]:
-        """Return their name."""
-        return (self.other,)
-
-    def at(self, layer: int) -> Self:
-        """Return the mapping of one layer."""
-        ours = tuple(name.replace("{i}", str(layer)) for name in self.ours)
-        return replace(self, ours=ours, other=self.other.replace("{i}", str(layer)))
-
-
-@dataclass(frozen=True, slots=True)
-class Concatenate(Joined):
+class Concatenate(TensorMapping):
     """Their tensor has the rows of several of ours, one after the other; with `dim` 1, in each expert."""
 
     dim: int = 0  # that of the rows
@@ -157,23 +142,23 @@ class Concatenate(Joined):
         """Return the mapping of a model in which our tensors have these shapes."""
         return replace(self, rows=tuple(shapes[name][self.dim] for name in self.ours))
 
+    @override
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
-        """Return the shape of each of their tensors."""
         return (*ours[: self.dim], sum(self.rows), *ours[self.dim + 1 :])
 
+    @override
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """Return a slice of our tensor, read from theirs."""
         before, rows = sum(self.rows[:which]), part[self.dim]
         theirs = slice(before + rows.start, before + rows.stop)
         return read(self.other, (*part[: self.dim], theirs, *part[self.dim + 1 :]))
 
+    @override
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return their tensors, computed from ours."""
         return [torch.cat(tuple(tensors), self.dim)]
 
 
 @dataclass(frozen=True, slots=True)
-class Interleave(Joined):
+class Interleave(TensorMapping):
     """Two tensors of ours alternate along the last dimension of one of theirs.
 
     The last two dimensions of theirs are swapped in ours if it is `transposed`.
@@ -181,24 +166,19 @@ class Interleave(Joined):
 
     transposed: bool
 
+    @override
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
-        """Return the shape of each of their tensors."""
         return (*ours[:-2], ours[-1], 2 * ours[-2]) if self.transposed else (*ours[:-1], 2 * ours[-1])
 
+    @override
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        """Return a slice of our tensor, read from theirs."""
         if self.transposed:
             part = (*part[:-2], part[-1], part[-2])
-        both = read(self.other, (*part[:-1], slice(2 * part[-1].start, 2 * part[-1].stop)))
-        one = both[..., which::2]
+        one = read(self.other, (*part[:-1], slice(2 * part[-1].start, 2 * part[-1].stop)))[..., which::2]
         return one.transpose(-2, -1) if self.transposed else one
 
+    @override
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return their tensors, computed from ours."""
         if self.transposed:
             tensors = [t.transpose(-2, -1) for t in tensors]
         return [torch.stack(tuple(tensors), -1).flatten(-2)]
-
-
-# the correspondence of some of our tensors (`ours`) to one or some of Hugging Face's (`theirs`)
-TensorMapping = Rename | Concatenate | Interleave

@@ -7,18 +7,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from ptf.model.attention import Attention
+from ptf.model.attention import Attention, LatentAttention
 from ptf.model.config import DecoderConfig
 from ptf.model.gated_delta import GatedDeltaNet
-from ptf.model.head import Head
+from ptf.model.head import Head, Scalar
 from ptf.model.kernels.attention import Attend
-from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP, LayerFactory, RMSNorm
 from ptf.model.mapped_model import MappedModel
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
-from ptf.model.scalar import Scalar
 from ptf.varlen import Varlen
 
 Output = Head | Scalar | nn.Module  # a module: a head of the user's own (docs/components.md)
@@ -113,8 +112,8 @@ class Decoder(MappedModel):
             x = x * c.logit_scale
         return head_fn(x, self.output())
 
+    @override
     def attention_name(self, device: torch.device) -> str:
-        """See Model."""
         flash, packages = self.kernels.flash, self.kernels.packages
         name = flash and f"flash_attn {packages[flash.package]}"
         if flash is None:
@@ -139,8 +138,8 @@ class Decoder(MappedModel):
         return not linear and all(path == "head" for path in self.factory.constructors)
 
     @property
+    @override
     def text_tokens(self) -> Tensor:
-        """All tokens of the vocabulary, [n]."""
         return torch.arange(self.config.vocab)
 
     def output(self) -> Output:
@@ -155,8 +154,8 @@ class Decoder(MappedModel):
             else Head(weight, c.vocab, c.softcap, vocab_start=self.vocab_start, group=self.group, kernels=self.kernels)
         )
 
+    @override
     def load_balancing_loss(self) -> Tensor | None:
-        """Return the load-balancing loss of the last forward pass (a mean, with gradient), or None without experts."""
         # a mixture of the user's own may record no routing
         found: list[Any] = [getattr(layer.moe, "routing", None) for layer in self.layers]
         routings = [routing for routing in found if routing is not None]

@@ -8,16 +8,15 @@ experts what `top_k` of them do, and the head counts trained positions only. Wha
 checkpointing) counts once.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from torch import nn
 
-from ptf.model.attention import Attention
+from ptf.model.attention import Attention, LatentAttention
 from ptf.model.decoder import Block, Decoder
 from ptf.model.gated_delta import GatedDeltaNet
-from ptf.model.latent_attention import LatentAttention
 from ptf.model.layers import MLP
 from ptf.model.model import Model
 from ptf.model.moe import Experts, MixtureOfExperts
@@ -48,15 +47,13 @@ class Flops:
         head.chain(model.head, upstream or _trains(model.norm))
         return Flops(body.tokens, body.pairs, head.tokens)
 
-    def step(self, lengths: Iterable[int], targets: float, prefix_lengths: Iterable[int] | None = None) -> float:
+    def step(self, lengths: Sequence[int], targets: float, prefix_lengths: Sequence[int] | None = None) -> float:
         """Return the operations over packed documents of these lengths with `targets` trained positions.
 
         `prefix_lengths` (default 0) are the tokens before each document that were computed with another document, whose
         prefix it shares.
         """
-        lengths = list(lengths)
-        prefix_lengths = [0] * len(lengths) if prefix_lengths is None else list(prefix_lengths)
-        documents = list(zip(lengths, prefix_lengths, strict=True))
+        documents = list(zip(lengths, prefix_lengths or [0] * len(lengths), strict=True))
         attention = sum(
             each * (pairs(b + n, window) - pairs(b, window))
             for window, each in self.per_pair.items()
@@ -83,7 +80,6 @@ class _Tally:
     pairs: dict[int | None, float] = field(default_factory=dict)
 
     def block(self, block: Block, upstream: bool) -> bool:
-        """Count a layer."""
         upstream |= self.part(block.attn, upstream or _trains(block.attn_norm)) or _trains(block.attn_post_norm)
         part = cast("nn.Module", block.mlp if block.moe is None else block.moe)
         return upstream | self.part(part, upstream or _trains(block.mlp_norm)) | _trains(block.mlp_post_norm)
@@ -136,7 +132,6 @@ class _Tally:
         return self.chain(m.o_proj, q or v)
 
     def mlp(self, m: MLP, upstream: bool) -> bool:
-        """Count a gated MLP."""
         inside = [self.chain(p, upstream) for p in (m.gate_proj, m.up_proj)]
         return self.chain(m.down_proj, any(inside))
 
@@ -148,13 +143,8 @@ class _Tally:
         if not isinstance(m.experts, Experts):
             return self.chain(m.experts, upstream) | routed
         share = m.config.top_k / m.config.experts
-        inside = [
-            self.matrix(m.experts, f"{p}_proj", upstream, share) | _trains_parameter(m.experts, f"{p}_bias")
-            for p in ("gate", "up")
-        ]
-        return (
-            self.matrix(m.experts, "down_proj", any(inside), share) | _trains_parameter(m.experts, "down_bias") | routed
-        )
+        inside = [self.matrix(m.experts, f"{p}_proj", upstream, share, f"{p}_bias") for p in ("gate", "up")]
+        return self.matrix(m.experts, "down_proj", any(inside), share, "down_bias") | routed
 
     def chain(self, module: nn.Module, upstream: bool) -> bool:
         """Count projections as if they came one after the other.
@@ -163,18 +153,19 @@ class _Tally:
         """
         for m in module.modules():
             if isinstance(m, nn.Linear):
-                upstream = self.matrix(m, "weight", upstream) | _trains_parameter(m, "bias")
+                upstream = self.matrix(m, "weight", upstream)
             else:
                 upstream |= any(p.requires_grad for p in m.parameters(recurse=False))
         return upstream
 
-    def matrix(self, module: nn.Module, name: str, upstream: bool, share: float = 1.0) -> bool:
-        """Count a weight with its adapter, of which each token uses this share."""
+    def matrix(self, module: nn.Module, name: str, upstream: bool, share: float = 1.0, bias_name: str = "bias") -> bool:
+        """Count a weight with its adapter, of which each token uses this share. Its bias costs nothing."""
+        bias = module._parameters.get(bias_name)
         weight, quantised = module._parameters.get(name), getattr(module, "quantised", {})
         trains = weight is not None and weight.requires_grad
         size = quantised[name].shape.numel() if weight is None else weight.numel()
         self.tokens += 2 * share * size * (1 + upstream + trains)
-        needs = upstream or trains
+        needs = upstream or trains or (bias is not None and bias.requires_grad)
         if (adapter := getattr(module, "adapters", {}).get(name)) is not None:
             a, b = (cast("nn.Parameter", module._parameters[n]) for n in (adapter.a, adapter.b))
             low = upstream or a.requires_grad
@@ -186,14 +177,7 @@ class _Tally:
 
 
 def _trains(module: nn.Module) -> bool:
-    """Return whether any parameter of the module is trained."""
     return any(p.requires_grad for p in module.parameters())
-
-
-def _trains_parameter(module: nn.Module, name: str) -> bool:
-    """Return whether the module has this parameter and it is trained."""
-    parameter = module._parameters.get(name)
-    return parameter is not None and parameter.requires_grad
 
 
 def _of_unknown_layers(model: Model) -> Flops:

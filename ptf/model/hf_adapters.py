@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Rename
+from ptf.model.checkpoint_mapping import rename
 from ptf.model.lora import Adapter, Lora, adapter_config, adapters, attach, kinds
 from ptf.model.peft_format import PeftFormat
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ptf.model.hf_backend import HFDecoder
 
 PREFIX = "hf."  # of the names of parameters: HFDecoder holds transformers' model as `hf`
-DEFAULT = Lora().targets  # ptf's own names, of which a model of transformers has none
 ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}  # words of the names of modules that choose experts
 
 
@@ -49,7 +48,7 @@ class Adapted(nn.Module):
         return y + self.adapters["weight"].scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
 
 
-def adaptable(model: "HFDecoder") -> dict[str, nn.Module]:
+def adaptable(model: "HFDecoder") -> dict[str, Any]:
     """Return what can get an adapter, by transformers' name: linear modules of the layers, routers included.
 
     A weight that several modules share is left out, because each would add its adapter to it.
@@ -90,8 +89,10 @@ def adapt(model: "HFDecoder", lora: Lora) -> None:
 
     Raise UserError naming every target that adapts nothing, and what is there.
     """
-    modules, experts = adaptable(model), stacked_matrices(model)
-    if lora.targets == DEFAULT:
+    from transformers.pytorch_utils import Conv1D
+
+    modules = adaptable(model)
+    if lora.targets == Lora().targets:  # ptf's own names, of which a model of transformers has none
         chosen = {
             path: m
             for path, m in modules.items()
@@ -103,7 +104,7 @@ def adapt(model: "HFDecoder", lora: Lora) -> None:
         unused = [pattern for pattern in lora.targets if not any(fnmatchcase(path, pattern) for path in chosen)]
     model.raise_if_outside("model.lora.targets", lora.targets)
     if unused:
-        stacked = [name for name in experts if any(fnmatchcase(name, pattern) for pattern in unused)]
+        stacked = [name for name in stacked_matrices(model) if any(fnmatchcase(name, pattern) for pattern in unused)]
         reason = f" ({', '.join(stacked)}: stacked matrices of experts, which get no adapter)" if stacked else ""
         raise UserError(
             f"model.lora.targets: {', '.join(unused)} matches nothing{reason}; in transformers' "
@@ -111,25 +112,18 @@ def adapt(model: "HFDecoder", lora: Lora) -> None:
             "adapter: to train it whole, name it in model.trainable)"
         )
     for module in chosen.values():
-        _attach(module, lora)
+        transposed = isinstance(module, Conv1D)  # the weight of GPT-2's Conv1D is [in, out]
+        module.adapters = {"weight": attach(module, "weight", lora, transposed)}
+        module.adapted = True  # False inside `adapters_off`
+        module.__class__ = _adapted(type(module))
 
 
 def _refused_by_peft(model: "HFDecoder", path: str) -> bool:
     return model.text_config.model_type in STATE_SPACE and path.endswith(".out_proj")
 
 
-def _attach(module: Any, lora: Lora) -> None:
-    """Give a module an adapter with B = 0; the weight of GPT-2's Conv1D is [in, out]."""
-    from transformers.pytorch_utils import Conv1D
-
-    module.adapters = {"weight": attach(module, "weight", lora, transposed=isinstance(module, Conv1D))}
-    module.adapted = True  # False inside `adapters_off`
-    module.__class__ = _adapted(type(module))
-
-
 @cache
 def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of adapted modules of this class."""
     return type(f"Adapted{kind.__name__}", (Adapted, kind), {})
 
 
@@ -159,13 +153,15 @@ class HFPeftFormat(PeftFormat):
     """The adapters of a model of transformers in PEFT's format."""
 
     def __init__(self, model: "HFDecoder") -> None:
-        super().__init__(model, [Rename(weight, weight.removeprefix(PREFIX)) for weight in adapters(model)])
+        super().__init__(model, [rename(weight, weight.removeprefix(PREFIX)) for weight in adapters(model)])
         self.decoder, self.paths = model, _paths(self.adapters)
 
     @override
     def obstacles(self) -> list[str]:
-        refused = [f"{path} (PEFT does not adapt it)" for path in self.paths if _refused_by_peft(self.decoder, path)]
-        return refused + [f"{name.removeprefix(PREFIX)} (not an adapter)" for name in self.trained_beside()]
+        return [
+            *(f"{path} (PEFT does not adapt it)" for path in self.paths if _refused_by_peft(self.decoder, path)),
+            *(f"{name.removeprefix(PREFIX)} (not an adapter)" for name in self.trained_beside()),
+        ]
 
     @override
     def projections(self, names: Collection[str]) -> tuple[str, ...]:
@@ -176,7 +172,7 @@ class HFPeftFormat(PeftFormat):
 
         `target_modules` are the last words of modules that are adapted wherever they are, else whole names.
         """
-        with self.decoder.whole():
+        with self.decoder.outside.put_back():
             everywhere = [path for path, m in self.decoder.hf.named_modules() if hasattr(m, "weight")]
         adapted, there = (Counter(path.rpartition(".")[2] for path in paths) for paths in (self.paths, everywhere))
         targets = {leaf if adapted[leaf] == there[leaf] else p for p in self.paths for leaf in [p.rpartition(".")[2]]}

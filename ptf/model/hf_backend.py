@@ -19,7 +19,6 @@ weights in four bits, rankings (`evaluate.ranking`), the transports nccl and ipc
 `ptf serve`. `model.init: random` makes the whole model in each process's memory.
 """
 
-import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from typing_extensions import override
 from ptf.errors import UserError, first_line, raise_if_custom_code
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import HeadFn
-from ptf.model.head import Head
+from ptf.model.head import HF_NAME, Head, Scalar, is_scalar
 from ptf.model.hf_adapters import PREFIX, HFPeftFormat, adapt, described
 from ptf.model.hf_checks import check
 from ptf.model.hf_language_model import Outside, is_multimodal, language_model, multimodal_class, text_config, tied
@@ -53,7 +52,6 @@ from ptf.model.layers import LayerFactory
 from ptf.model.lora import adapter_names, init_adapters, keyed, merged_weights
 from ptf.model.model import Carried, Model
 from ptf.model.model_files import export_dtype, read_config, stored_dtypes, unties
-from ptf.model.scalar import HF_NAME, Scalar, is_scalar
 from ptf.model.sharded_tensor import fill
 from ptf.model.tensor_files import HEADS, Headers, TensorFiles
 
@@ -76,7 +74,7 @@ class HFDecoder(Model):
         self.hf, self.kernels = hf, factory.kernels
         self.text_config = text_config(hf.config)
         self.config = replace(sizes(hf.config), head=head)
-        self.outside = Outside(hf) if is_multimodal(hf.config) else None
+        self.outside = Outside(hf)
         self.factory = factory
         self.scale = 1.0  # factor of the logits
         for key, power in SCALES.items():
@@ -97,7 +95,7 @@ class HFDecoder(Model):
     @property
     def body(self) -> nn.Module:
         """The part of transformers' model that computes hidden states of text."""
-        if self.outside is not None:
+        if is_multimodal(self.hf.config):
             return language_model(self.hf)
         if self.hf.base_model is not self.hf:
             return self.hf.base_model
@@ -121,15 +119,15 @@ class HFDecoder(Model):
         return min(vocab, getattr(self.text_config, "vocab_size_per_layer_input", None) or vocab)
 
     @property
+    @override
     def text_tokens(self) -> Tensor:
-        """The tokens that stand for text, not for images and sounds, [n]."""
-        settings = self.hf.config.to_dict() if self.outside else {}
+        settings = self.hf.config.to_dict() if is_multimodal(self.hf.config) else {}
         ids = [settings[key] for key in settings if key.endswith(PLACEHOLDERS) and not key.startswith(TEXTUAL)]
         others = {token for value in ids for token in (value if isinstance(value, list) else [value])}
         return torch.tensor([token for token in range(self.table_rows) if token not in others])
 
+    @override
     def attention_name(self, device: torch.device) -> str:
-        """See Model."""
         return "transformers' (a sequence for each document; no dropout, no load-balancing loss)"
 
     def forward(
@@ -181,11 +179,12 @@ class HFDecoder(Model):
 
     def output(self) -> Head | Scalar:
         """Return the head that `head_fn` is given. Call it inside `forward` only."""
+        weight = cast("Tensor", self.head.weight)
         if self.config.head == "scalar":
-            return Scalar(cast("Tensor", self.head.weight))
-        weight, bias = cast("Tensor", self.head.weight), getattr(self.head, "bias", None)
-        scaled = bias if bias is None or self.scale == 1 else bias * self.scale
-        return Head(weight, self.config.vocab, self.softcap, scaled)
+            return Scalar(weight)
+        bias = getattr(self.head, "bias", None)
+        bias = bias if bias is None or self.scale == 1 else bias * self.scale
+        return Head(weight, self.config.vocab, self.softcap, bias)
 
     def load_balancing_loss(self) -> None:
         """Return None: there is no load-balancing loss."""
@@ -205,20 +204,19 @@ class HFDecoder(Model):
 
     @override
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        with self.whole():
-            names = self.outside_names
-            _, problems = fill_from(self.hf, InMemory(tensors), self._adapter_names(), carried=names)
+        with self.outside.put_back():
+            _, problems = fill_from(self.hf, InMemory(tensors), carried=self.outside.shapes)
         if problems:
             raise KeyError("; ".join(problems))
 
+    @override
     def exact_names(self) -> set[str]:
-        """See Model: those of buffers."""
         return {name for name, _ in self.hf.named_buffers()}
 
     @override
     def stored_in_fp32(self, directory: Path) -> set[str]:
         wide = {name for name, dtype in stored_dtypes(directory).items() if dtype == torch.float32}
-        return {PREFIX + name for name in self._renamed(wide).values()} if wide else set()
+        return {PREFIX + name for name in self._assigned(wide)[0]} if wide else set()
 
     @override
     def peft(self) -> HFPeftFormat:
@@ -230,11 +228,10 @@ class HFDecoder(Model):
 
     @override
     def raise_if_outside(self, key: str, patterns: Sequence[str]) -> None:
-        if self.outside is not None:
-            self.outside.raise_if_named(key, patterns)
+        self.outside.raise_if_named(key, patterns)
 
+    @override
     def notes(self) -> list[str]:
-        """See Model: what has an adapter."""
         return [described(self)] if self.factory.lora else []
 
     @override
@@ -244,21 +241,8 @@ class HFDecoder(Model):
 
     def _assigned(self, names: Collection[str]) -> tuple[dict[str, str], Groups]:
         """Return what becomes of the tensors of a checkpoint with these names, as `hf_weights.assigned` does."""
-        with self.whole():
-            return assigned(self.hf, names, targets_of(self.hf, self._adapter_names()), self.outside_names)[:2]
-
-    def _renamed(self, names: Collection[str]) -> dict[str, str]:
-        """Return the parameters that tensors of a checkpoint are, by the names there, without what is converted."""
-        return {stored: name for name, stored in self._assigned(names)[0].items()}
-
-    @property
-    def outside_names(self) -> Collection[str]:
-        """The tensors outside the language model, by transformers' names."""
-        return self.outside.shapes if self.outside else ()
-
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Have the parts outside the language model in transformers' model inside the `with` block."""
-        return self.outside.put_back() if self.outside else contextlib.nullcontext()
+        with self.outside.put_back():
+            return assigned(self.hf, names, targets_of(self.hf), self.outside.shapes)[:2]
 
     def carried_names(self, files: TensorFiles) -> set[str]:
         """See Model: those outside the language model, and those that transformers ignores, such as layers that predict
@@ -271,8 +255,7 @@ class HFDecoder(Model):
 
     def carried(self, source: Path) -> Iterator[Carried]:
         """See Model; of a random multimodal model, those that were drawn."""
-        if self.outside is not None and self.outside.drawn:
-            drawn = self.outside.drawn
+        if drawn := self.outside.drawn:
             for name, tensor in in_stored_form(self.hf, drawn, drawn.__getitem__):
                 yield name, tensor, export_dtype(source)
             return
@@ -282,11 +265,16 @@ class HFDecoder(Model):
         self, directory: Path, device: torch.device, *, random: bool = False, seed: int = 0
     ) -> tuple[str, ...]:
         """See Model. What it computes is checked (hf_checks.py)."""
-        ties = _ties(self.hf)
+        first: dict[int, str] = {}
+        ties = [
+            (name, first[id(p)])
+            for name, p in self.hf.named_parameters(remove_duplicate=False)
+            if first.setdefault(id(p), name) != name
+        ]
         self._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-        for name, first in ties:
+        for name, other in ties:
             owner, _, leaf = name.rpartition(".")
-            self.hf.get_submodule(owner)._parameters[leaf] = self.hf.get_parameter(first)
+            self.hf.get_submodule(owner)._parameters[leaf] = self.hf.get_parameter(other)
         if random:
             new: tuple[str, ...] = ()
             self._draw(seed)
@@ -306,11 +294,9 @@ class HFDecoder(Model):
             torch.manual_seed(seed)
             drawn = _model_class(c, self.config.head).from_config(c, dtype=torch.float32, trust_remote_code=False)
         values = drawn.state_dict()
-        if self.outside is not None:
-            self.outside.drawn = {name: values.pop(name) for name in self.outside_names}
-        for name, target in self.hf.state_dict(keep_vars=True).items():
-            if name not in self._adapter_names():
-                fill(target, values[name].__getitem__)
+        self.outside.drawn = {name: values.pop(name) for name in self.outside.shapes}
+        for name, target in targets_of(self.hf).items():
+            fill(target, values[name].__getitem__)
 
     def vocabulary_tables(self, names: Collection[str]) -> dict[str, str]:
         """See Model. Raise UserError for one that takes ids after its last token for images and sounds."""
@@ -329,15 +315,11 @@ class HFDecoder(Model):
         for path, _ in self.hf.named_modules():
             if path.endswith(".embed_tokens_per_layer"):
                 tables[f"{path}.weight"] = "embed_per_layer"
-        return {stored: tables[name] for stored, name in self._renamed(names).items() if name in tables}
-
-    def _adapter_names(self) -> set[str]:
-        return {name.removeprefix(PREFIX) for name in adapter_names(self)}
+        return {stored: tables[name] for name, stored in self._assigned(names)[0].items() if name in tables}
 
     def _stored(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint by transformers' names; tied ones are listed under one name."""
-        names = {n for n, _ in self.hf.named_parameters()} | {n for n, _ in self.hf.named_buffers()}
-        names -= self._adapter_names()
+        names = {n for n, _ in (*self.hf.named_parameters(), *self.hf.named_buffers())} - adapter_names(self.hf)
         return {n: t for n, t in self.hf.state_dict().items() if n in names}
 
 
@@ -409,7 +391,6 @@ def configured(directory: Path) -> Any:
         c.tie_word_embeddings = text.tie_word_embeddings = False
     methods = [(getattr(each, "quantization_config", None) or {}).get("quant_method", "") for each in (c, text)]
     encodes = any(getattr(each, "is_encoder_decoder", False) for each in (c, text))
-    writes = type(c) in AutoModelForCausalLM._model_mapping
     faults = {
         f"it is quantised ({max(methods)}); use the checkpoint it was made from": any(methods),
         "it is multimodal, and transformers has no model of it that writes text": multimodal
@@ -417,7 +398,8 @@ def configured(directory: Path) -> Any:
         "its tokens attend to later ones (use_bidirectional_attention), as PaliGemma's do in a prompt; only causal "
         "language models can be trained": getattr(text, "use_bidirectional_attention", None) in (True, "all"),
         "it has an encoder; only causal language models can be trained": encodes,
-        "transformers has no causal language model of it": not multimodal and not writes,
+        "transformers has no causal language model of it": not multimodal
+        and type(c) not in AutoModelForCausalLM._model_mapping,
     }
     if reasons := [fault for fault, present in faults.items() if present]:
         raise UserError(f"model.backend: hf: {directory} ({c.model_type}): {'; '.join(reasons)}")
@@ -473,39 +455,23 @@ def _model_class(c: Any, head: str) -> Any:
 def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
     """Fill the model, which may be on the meta device, and return the names of tensors of a head that is new. Raise
     UserError that lists every missing, unexpected or misshapen tensor."""
+    scalar, head = model.config.head == "scalar", f"{SCORE}.weight"
+    body = next(path for path, module in model.hf.named_modules() if module is model.body) + "."
     try:
-        with model.whole():
+        with model.outside.put_back():
             new, problems = fill_from(
                 model.hf,
                 files,
-                model._adapter_names(),
-                lacks={f"{SCORE}.weight"} if model.config.head == "scalar" else (),
-                ignores=_other_heads(model),
-                carried=model.outside_names,
+                lacks={head} if scalar else (),
+                # a head that this model does not have
+                ignores=lambda name: not name.startswith(body) if scalar else name == head,
+                carried=model.outside.shapes,
             )
     except SafetensorError as error:
         raise UserError(f"model.path: {files.directory} cannot be read: {error}") from error
     if problems:
         raise UserError(f"model.path: {files.directory} does not fit its config.json:\n  " + "\n  ".join(problems))
     return new
-
-
-def _ties(hf: nn.Module) -> list[tuple[str, str]]:
-    """Return (name, first name) of each parameter that is another one's."""
-    first: dict[int, str] = {}
-    return [
-        (name, first[id(p)])
-        for name, p in hf.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(p), name) != name
-    ]
-
-
-def _other_heads(model: HFDecoder) -> Any:
-    """Return whether a stored tensor belongs to a head that this model does not have, by transformers' name."""
-    body = next(path for path, module in model.hf.named_modules() if module is model.body) + "."
-    if model.config.head == "scalar":
-        return lambda name: not name.startswith(body)
-    return lambda name: name == f"{SCORE}.weight"
 
 
 def _initialise(name: str, parameter: Tensor, c: Any, seed: int) -> None:

@@ -13,11 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ptf.errors import UserError
-from ptf.model.head import Head
+from ptf.model.head import Head, Scalar
 from ptf.model.hf_adapters import uncalled_kinds
-from ptf.model.hf_language_model import applied_to_logits
+from ptf.model.hf_language_model import applied_to_logits, is_multimodal
 from ptf.model.hf_weights import parameters_on_meta
-from ptf.model.scalar import Scalar
 
 if TYPE_CHECKING:
     from ptf.model.hf_backend import HFDecoder
@@ -52,7 +51,7 @@ def check(model: "HFDecoder") -> None:
 
     def compare(x: Tensor, head: Head | Scalar) -> tuple[float, float, torch.dtype]:
         theirs, (model.scale, model.softcap) = _their_logits(model, tokens)
-        x, head = (x, head) if model.outside is None else (x / factor * model.scale, model.output())
+        x, head = (x / factor * model.scale, model.output()) if is_multimodal(model.hf.config) else (x, head)
         ended = model.body(input_ids=tokens[:, :part], use_cache=False)[0] * model.scale
         moved = (x[:, :part] - ended).abs().amax(-1)[0] / x.abs().max()  # [part]
         ours = head.values(x[:, -1]) if isinstance(head, Scalar) else head.logits(x)
@@ -110,7 +109,6 @@ def _calls(model: "HFDecoder") -> Iterator[tuple[set[str], set[int]]]:
 
 
 def _computed_in(model: "HFDecoder") -> torch.dtype:
-    """Return the dtype that a model computes in."""
     policy = model._get_fsdp_state()._mp_policy if isinstance(model, FSDPModule) else None
     return (policy and policy.param_dtype) or next(model.parameters()).dtype
 
@@ -128,11 +126,10 @@ def _raise_if_wrong_chunks(model: "HFDecoder", device: torch.device) -> None:
 
 def _raise_if_idle_layers_train(model: "HFDecoder", idle: Sequence[int]) -> None:
     """Raise UserError if one of the layers that take no part in a forward pass of text would be trained."""
-    name = model.hf.config.model_type
     if any(p.requires_grad for i in idle for p in model.layers[i].parameters()):
         raise UserError(
-            f"model.backend: hf: layers {', '.join(map(str, idle))} of {name} take no part in what is computed of "
-            "text, and weight decay alone would change them; name what trains in model.trainable "
+            f"model.backend: hf: layers {', '.join(map(str, idle))} of {model.hf.config.model_type} take no part in "
+            "what is computed of text, and weight decay alone would change them; name what trains in model.trainable "
             "(or model.lora.targets), without them"
         )
 
@@ -143,17 +140,18 @@ def raise_if_without_values(model: "HFDecoder") -> None:
     Buffers that a checkpoint stores are as it stores them.
     """
     hf = model.hf
-    outside = model.outside.buffers if model.outside else ()
     with parameters_on_meta():
-        fresh = {
-            name: b for name, b in type(hf)(hf.config).named_buffers(remove_duplicate=False) if name not in outside
-        }
+        buffers = type(hf)(hf.config).named_buffers(remove_duplicate=False)
+        fresh = {name: b for name, b in buffers if name not in model.outside.buffers}
     mine, stored = dict(hf.named_buffers(remove_duplicate=False)), hf.state_dict().keys()
     wrong = [n for n, t in hf.named_parameters() if t.is_meta]
     wrong += sorted(
         n
         for n in mine.keys() | fresh.keys()
-        if n not in mine or n not in fresh or mine[n].is_meta or (n not in stored and _differ(mine[n], fresh[n]))
+        if n not in mine
+        or n not in fresh
+        or mine[n].is_meta
+        or (n not in stored and not torch.equal(mine[n].cpu(), fresh[n].to("cpu", mine[n].dtype)))
     )
     if wrong:
         raise UserError(
@@ -165,10 +163,6 @@ def raise_if_without_values(model: "HFDecoder") -> None:
 def _version(parameter: Tensor) -> int:
     """Return how often a parameter, or this rank's part of it, was changed in place."""
     return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter)._version
-
-
-def _differ(a: Tensor, b: Tensor) -> bool:
-    return a.shape != b.shape or not torch.equal(a.cpu(), b.to("cpu", a.dtype))
 
 
 def probe_lengths(model: "HFDecoder") -> tuple[int, int]:
@@ -192,8 +186,8 @@ def _probe(model: "HFDecoder", length: int) -> Tensor:
 
 def _their_logits(model: "HFDecoder", tokens: Tensor) -> tuple[Tensor, tuple[float, float | None]]:
     """Return transformers' logits of tokens, and the factor and soft-cap that they are made with."""
-    if model.outside is None:
-        return model.hf(input_ids=tokens, use_cache=False).logits.float(), (model.scale, model.softcap)
-    with model.whole(), model.outside.filled_when_called(tokens.device):
+    with model.outside.put_back(), model.outside.filled_when_called(tokens.device):
         logits = model.hf(input_ids=tokens, use_cache=False).logits.float()
+        if not is_multimodal(model.hf.config):
+            return logits, (model.scale, model.softcap)
         return logits, applied_to_logits(model.hf, {1.0, model.scale}, {None, model.softcap})

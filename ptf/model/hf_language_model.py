@@ -66,10 +66,11 @@ def language_model(hf: Any) -> Any:
 
 
 class Outside:
-    """The parts of a multimodal model outside its language model and its head, taken out of the model."""
+    """The parts of a multimodal model outside its language model and its head, taken out of the model. In a model of
+    text there are none."""
 
     def __init__(self, hf: Any) -> None:
-        kept = [language_model(hf), hf.get_output_embeddings()]
+        kept = [language_model(hf), hf.get_output_embeddings()] if is_multimodal(hf.config) else [hf]
         inside = {id(m) for part in kept if part is not None for m in part.modules()}
         self.hf = hf
         # (owner, name, module) of the largest modules of which nothing is kept, and the parameters beside them
@@ -87,8 +88,7 @@ class Outside:
         """Raise UserError naming the patterns of a config's key that match only what is outside."""
 
         def match(pattern: str, names: Collection[str]) -> bool:
-            beginnings = {part for n in names for part in accumulate(n.split("."), "{}.{}".format)}
-            return any(fnmatchcase(part, pattern) for part in beginnings)
+            return any(fnmatchcase(part, pattern) for n in names for part in accumulate(n.split("."), "{}.{}".format))
 
         inside = [name for name, _ in self.hf.named_parameters()]
         if found := [p for p in patterns if match(p, self.shapes) and not match(p, inside)]:
@@ -105,7 +105,8 @@ class Outside:
                 self._find(child, inside)
             else:
                 self.modules.append((module, name, child))
-        self.parameters += [(module, n, p) for n, p in module._parameters.items() if p is not None]
+        beside = module._parameters.items() if id(module) not in inside else ()
+        self.parameters += [(module, n, p) for n, p in beside if p is not None]
 
     def take_out(self) -> None:
         """Take the parts out of the model."""
@@ -157,18 +158,14 @@ def applied_to_logits(hf: Any, scales: set[float], caps: set[float | None]) -> t
 
     Call it where the model can be called. Raise UserError if it applies something else.
     """
-    head = hf.get_output_embeddings()
     known = torch.tensor(KNOWN_LOGITS)
 
     def give(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return known.to(output.device, torch.float32).expand(*output.shape[:-1], -1)
 
-    hook = head.register_forward_hook(give)
-    try:
-        ids = torch.full((1, 1), 3, device=hf.get_input_embeddings().weight.device)
+    ids = torch.full((1, 1), 3, device=hf.get_input_embeddings().weight.device)
+    with hf.get_output_embeddings().register_forward_hook(give):
         found = hf(input_ids=ids, use_cache=False).logits.flatten().float().cpu()
-    finally:
-        hook.remove()
     for scale in sorted(scales, key=lambda s: abs(math.log(abs(s)))):
         for cap in sorted(caps, key=lambda c: c or 0):
             expected = known * scale if cap is None else cap * torch.tanh(known * scale / cap)

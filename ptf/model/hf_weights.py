@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptf.model.checkpoint_mapping import Slices
+from ptf.model.lora import adapter_names
 from ptf.model.sharded_tensor import fill as fill_tensor
 from ptf.model.tensor_files import TensorFiles, equal
 
@@ -37,19 +38,18 @@ class InMemory:
 def fill_from(
     hf: Any,
     stored: TensorFiles | InMemory,
-    without: Collection[str],
     *,
     lacks: Collection[str] = (),
     ignores: Callable[[str], bool] = lambda _: False,
     carried: Collection[str] = (),
 ) -> tuple[tuple[str, ...], list[str]]:
-    """Fill the parameters and the stored buffers of transformers' model, but those of `without`.
+    """Fill the parameters and the stored buffers of transformers' model, but adapters.
 
     `lacks` may be missing, and `ignores` says which tensors may be unexpected. `carried` are parameters that are not
     filled and may be missing. Return the names of `lacks` that are missing, and a line for each tensor that is missing,
     unexpected or misshapen.
     """
-    targets = targets_of(hf, without)
+    targets = targets_of(hf)
     renamed, groups, unexpected = assigned(hf, stored.names, targets, carried)
     filled, problems = set[int](), list[str]()
 
@@ -102,8 +102,9 @@ def _ignored(hf: Any) -> list[str]:
     ]
 
 
-def targets_of(hf: Any, without: Collection[str]) -> dict[str, Tensor]:
-    """Return what a checkpoint stores: parameters, and buffers that are part of the model's state."""
+def targets_of(hf: Any) -> dict[str, Tensor]:
+    """Return what a checkpoint stores: parameters but adapters, and buffers that are part of the model's state."""
+    without = adapter_names(hf)
     everything = dict(hf.named_parameters(remove_duplicate=False)) | dict(hf.named_buffers(remove_duplicate=False))
     return {name: everything[name] for name in hf.state_dict() if name not in without}
 
@@ -150,30 +151,26 @@ def assigned(
 def in_stored_form(hf: Any, names: Collection[str], value: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in a checkpoint, tensor) of the parameters of these names, whose tensors `value` returns: in groups
     whose stored form depends on no other."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
+        PrefixChange,
         WeightConverter,
         dot_natural_key,
         rename_source_key,
         revert_weight_conversion,
     )
 
-    inverted = [one.reverse_transform() for one in reversed(_conversions(hf))]
+    conversions = getattr(hf, "_weight_conversions", None)
+    if conversions is None:  # those that `revert_weight_conversion` reverts then
+        known = get_model_conversion_mapping(hf, add_legacy=False)
+        conversions = [one for one in known if not isinstance(one, PrefixChange)]
+    inverted = [one.reverse_transform() for one in reversed(conversions)]
     converters = [one for one in inverted if isinstance(one, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=dot_natural_key):
         groups.setdefault(rename_source_key(name, [], converters)[0], []).append(name)
     for group in groups.values():
         yield from revert_weight_conversion(hf, {name: value(name) for name in group}).items()
-
-
-def _conversions(hf: Any) -> list[Any]:
-    """Return the conversions that `revert_weight_conversion` reverts."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange
-
-    if (used := getattr(hf, "_weight_conversions", None)) is not None:
-        return used
-    return [one for one in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(one, PrefixChange)]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Bits, PaddedRows, Rename, Slices, TensorMapping
+from ptf.model.checkpoint_mapping import Bits, PaddedRows, Slices, TensorMapping, rename
 from ptf.model.components import (
     OWN,
     abbreviated,
@@ -26,12 +26,12 @@ from ptf.model.components import (
     standard_shapes,
 )
 from ptf.model.families import Family
+from ptf.model.head import HF_NAME
 from ptf.model.lora import adapter_names, init_adapters, keyed, merged_weights
 from ptf.model.model import Model
 from ptf.model.model_files import read_config, stored_dtypes
 from ptf.model.peft_format import MappedPeftFormat
 from ptf.model.quantised_weights import fill_quantised, quantised_weights, weight_shapes
-from ptf.model.scalar import HF_NAME
 from ptf.model.sharded_tensor import fill, whole
 from ptf.model.tensor_files import Headers, TensorFiles
 from ptf.workspace import progress
@@ -56,12 +56,12 @@ class MappedModel(Model):
         without_mappings = {*own_tensors(self), *adapter_names(self)}
         mappings = self.family.mappings_for({n: s for n, s in weight_shapes(self).items() if n not in without_mappings})
         changed: dict[str, TensorMapping] = {
-            mapping.ours[0]: PaddedRows(mapping.ours[0], mapping.theirs(0)[0], self.config.vocab)
+            mapping.ours[0]: PaddedRows(mapping.ours, mapping.other, self.config.vocab)
             for mapping in mappings
             if self._in_vocabulary(mapping.ours[0])
         }
         if self.config.head == "scalar":
-            changed["head.weight"] = Rename("head.weight", HF_NAME)
+            changed["head.weight"] = rename("head.weight", HF_NAME)
         return [changed.get(mapping.ours[0], mapping) for mapping in mappings]
 
     def _in_vocabulary(self, name: str) -> bool:
@@ -74,8 +74,10 @@ class MappedModel(Model):
 
     @override
     def hf_names(self) -> set[str]:
-        theirs = {name for mapping in self.mappings() for name in self.names_of(mapping)}
-        return theirs | {OWN + name for name in own_tensors(self)}
+        return {
+            *(name for mapping in self.mappings() for name in self.names_of(mapping)),
+            *(OWN + name for name in own_tensors(self)),
+        }
 
     @override
     def exact_names(self) -> set[str]:
@@ -104,8 +106,9 @@ class MappedModel(Model):
         A sharded tensor is gathered.
         """
         for mapping in self.mappings():
-            written = mapping.write([whole(values(ours)) for ours in mapping.ours])
-            yield from zip(self.names_of(mapping), written, strict=True)
+            yield from zip(
+                self.names_of(mapping), mapping.write([whole(values(ours)) for ours in mapping.ours]), strict=True
+            )
         for name in own_tensors(self):
             yield OWN + name, whole(values(name))
 
@@ -116,8 +119,7 @@ class MappedModel(Model):
 
         def original(name: str) -> Tensor:
             mapping, i = mappings[name]
-            part = tuple(slice(0, n) for n in shapes[name])
-            return mapping.read(i, part, self._reader(files), self.config.experts)
+            return mapping.read(i, tuple(slice(0, n) for n in shapes[name]), self._reader(files), self.config.experts)
 
         return original
 
@@ -220,7 +222,7 @@ class MappedModel(Model):
         rows = self.config.vocab if self._in_vocabulary(name) else len(parameter)
         generator = torch.Generator().manual_seed(keyed(seed, name))
         values = torch.empty(rows, *parameter.shape[1:]).normal_(0, self.config.init_std, generator=generator)
-        fill(parameter, partial(PaddedRows(name, name, rows).read, 0, read=lambda _, part: values[part], experts=0))
+        fill(parameter, partial(PaddedRows((name,), name, rows).read, 0, read=lambda _, part: values[part], experts=0))
 
     @override
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -241,11 +243,10 @@ class MappedModel(Model):
 
     @override
     def vocabulary_tables(self, names: Collection[str]) -> dict[str, str]:
-        tables = ("embed.weight", "head.weight")
         return {
             name: mapping.ours[0].removesuffix(".weight")
             for mapping in self.family.mappings
-            if mapping.ours[0] in tables
+            if mapping.ours[0] in ("embed.weight", "head.weight")
             for name in self.names_of(mapping)
             if name in names
         }
@@ -254,13 +255,12 @@ class MappedModel(Model):
     def peft(self) -> MappedPeftFormat:
         return MappedPeftFormat(self)
 
+    @override
     def unstored_names(self) -> set[str]:
-        """See Model; of components of the user's own, too."""
-        heads = (name for name in weight_shapes(self) if name.startswith("head.") and self.config.head != "lm")
-        return {*own_tensors(self), *heads}
+        return {*own_tensors(self), *(["head.weight"] if self.config.head == "scalar" else ())}
 
+    @override
     def notes(self) -> list[str]:
-        """See Model: which tensors have no Hugging Face name."""
         own = own_tensors(self)
         if not own:
             return []

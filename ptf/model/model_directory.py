@@ -16,11 +16,12 @@ from safetensors import safe_open
 from ptf.config.backends import BackendName
 from ptf.errors import UserError
 from ptf.model.backends import backend_of
+from ptf.model.components import abbreviated
+from ptf.model.head import CLASSIFIER
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.model.model import Model
 from ptf.model.model_files import local_directory, locate, read_config
-from ptf.model.scalar import CLASSIFIER
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 UNREAD = (  # keys of adapter_config.json that must be absent, empty or false
@@ -32,7 +33,7 @@ UNREAD = (  # keys of adapter_config.json that must be absent, empty or false
     "layer_replication",
     "lora_bias",
 )
-SHOWN = 3  # most names in a message
+READ = {"peft_type": ("LORA",), "bias": ("none",), "task_type": ("CAUSAL_LM", None)}  # the values that are read
 
 
 def is_adapter(directory: Path) -> bool:
@@ -61,7 +62,9 @@ class AdapterDirectory:
             base, rank, alpha = str(config["base_model_name_or_path"]), int(config["r"]), float(config["lora_alpha"])
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"{directory} is not an adapter in PEFT format: its {CONFIG} cannot be read") from None
-        if problems := _unread(config):
+        problems = [key for key in UNREAD if config.get(key)]
+        problems += [f"{key} {config[key]}" for key, read in READ.items() if config.get(key, read[0]) not in read]
+        if problems:
             raise UserError(
                 f"{directory}: ptf does not read adapters with {', '.join(problems)}; merge it into its base model "
                 "with PEFT (merge_and_unload) and use that"
@@ -114,20 +117,7 @@ class AdapterDirectory:
                     )
 
     def _does_not_fit(self, base: Path, names: Iterable[str]) -> UserError:
-        listed = sorted(names)
-        more = f" and {len(listed) - SHOWN} more" if listed[SHOWN:] else ""
-        return UserError(f"{self.directory} does not fit the model in {base}: {', '.join(listed[:SHOWN])}{more}")
-
-
-def _unread(config: dict[str, Any]) -> list[str]:
-    problems = [key for key in UNREAD if config.get(key)]
-    if config.get("peft_type", "LORA") != "LORA":
-        problems.append(f"peft_type {config['peft_type']}")
-    if config.get("bias", "none") != "none":
-        problems.append(f"bias {config['bias']}")
-    if config.get("task_type", "CAUSAL_LM") not in ("CAUSAL_LM", None):
-        problems.append(f"task_type {config['task_type']}")
-    return problems
+        return UserError(f"{self.directory} does not fit the model in {base}: {abbreviated(sorted(names))}")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, Stack, TensorMapping, Transpose
+from ptf.model.checkpoint_mapping import Concatenate, Interleave, Stack, TensorMapping, Transpose
 from ptf.model.components import own_tensors
 from ptf.model.lora import adapter_config, adapter_names, adapters
 from ptf.model.quantised_weights import weight_shapes
@@ -172,7 +172,6 @@ class PeftFormat(ABC):
         return [(a[:, :half], b[:, ::2, :half]), (a[:, half:], b[:, 1::2, half:])]
 
     def _stored(self, tensor: Callable[[str], Tensor], module: str, mapping: TensorMapping) -> Pair:
-        """Read the pair of a module of the file."""
         a, b = (tensor(file_name(module, which)) for which in "AB")
         if isinstance(mapping, Transpose | Interleave):
             experts = self.model.config.experts
@@ -204,8 +203,7 @@ class MappedPeftFormat(PeftFormat):
         return obstacles + [
             f"{mapping.ours[0]} (stored in a way that PEFT has no format for)"
             for mapping in self.mappings
-            if not isinstance(mapping, Rename | Interleave | Concatenate)
-            or (isinstance(mapping, Concatenate) and mapping.dim == 1)
+            if isinstance(mapping, Concatenate) and mapping.dim == 1
         ]
 
     @override

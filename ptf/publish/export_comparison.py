@@ -13,10 +13,10 @@ from ptf.errors import UserError
 from ptf.model import model_files
 from ptf.model.backends import backend_of
 from ptf.model.components import FILES
+from ptf.model.head import is_scalar
 from ptf.model.model_directory import AdapterDirectory
 from ptf.model.reference import export_difference, export_rounding, head_difference
 from ptf.model.rounding import bound_of
-from ptf.model.scalar import is_scalar
 from ptf.train.adapter import difference_of, raise_if_difference
 from ptf.train.components import layer_factory_of, without_adapters
 from ptf.train.export import probe, probe_of

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ptf.data.batch import Batch
+from ptf.model.head import Scalar
 from ptf.model.model import Model
-from ptf.model.scalar import Scalar
 
 
 def sums(values: Tensor, batch: Batch) -> Tensor:

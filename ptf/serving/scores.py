@@ -13,8 +13,8 @@ from ptf.data.encode import answered
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult
 from ptf.errors import UserError
+from ptf.model.head import Scalar
 from ptf.model.model import Model
-from ptf.model.scalar import Scalar
 from ptf.recipes.documents import ends
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import Handle

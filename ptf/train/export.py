@@ -21,8 +21,8 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.model import model_files, model_writer
 from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.components import abbreviated
+from ptf.model.head import Scalar
 from ptf.model.model import Model
-from ptf.model.scalar import Scalar
 from ptf.storage import file_verification
 from ptf.train.export_settings import classifier_config, generation_files, padding_files
 

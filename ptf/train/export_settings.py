@@ -10,7 +10,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.tokenizer_files import read_stop_ids
 from ptf.errors import UserError
 from ptf.model import model_files
-from ptf.model.scalar import as_scalar
+from ptf.model.head import as_scalar
 
 
 def generation_files(source: Path, tokenizer: Tokenizer, place: Path) -> dict[str, str]:

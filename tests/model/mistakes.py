@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ptf.model import decoder, gated_delta, moe, rope
-from ptf.model.checkpoint_mapping import Concatenate, Interleave, Rename, TensorMapping
+from ptf.model.checkpoint_mapping import Concatenate, Interleave, TensorMapping
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
 from ptf.model.families import MODULES, Family
@@ -68,11 +68,10 @@ def swapped(one: str, other: str) -> Callable[[Family], Family]:
     """Swap two of ptf's parameter names."""
 
     def swap(mapping: TensorMapping) -> TensorMapping:
-        if not isinstance(mapping, Rename) or not (one in mapping.name or other in mapping.name):
+        name, *more = mapping.ours
+        if more or not (one in name or other in name):
             return mapping
-        return replace(
-            mapping, name=mapping.name.replace(one, other) if one in mapping.name else mapping.name.replace(other, one)
-        )
+        return replace(mapping, ours=(name.replace(one, other) if one in name else name.replace(other, one),))
 
     return lambda family: replace(family, mappings=tuple(swap(mapping) for mapping in family.mappings))
 

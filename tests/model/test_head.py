@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 
 from ptf.model import loss_workspace
-from ptf.model.head import Head
+from ptf.model.head import Head, Scalar
 from ptf.model.sampling import LogitsProcessing
-from ptf.model.scalar import Scalar
 from tests.bounds import ROUNDINGS, excess, traced
 from tests.model.ranks import two_ranks
 

@@ -60,7 +60,7 @@ def test_only_the_language_model_trains_and_the_rest_is_exported_as_it_is(model_
     rounded = {n: t.to(torch.bfloat16) if n in outside and t.is_floating_point() else t for n, t in before.items()}
     save_file(rounded, source / "model.safetensors", metadata={"format": "pt"})  # of another dtype than the text
     model = loaded(source)
-    assert {n for n, _ in model.hf.named_parameters()}.isdisjoint(model.outside_names)
+    assert {n for n, _ in model.hf.named_parameters()}.isdisjoint(model.outside.shapes)
     assert all(p.is_meta for _, _, part in model.outside.modules for p in part.parameters())  # no memory
     trainer = Trainer(model, World(), TRAIN)
     batch = packed([[9, 14, 7]], 32)

@@ -5,7 +5,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
 from ptf.errors import UserError
-from ptf.model.scalar import as_scalar
+from ptf.model.head import as_scalar
 from tests.model.published_configs import TEXTS
 
 CONFIG = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "pad_token_id": None}

@@ -18,7 +18,7 @@ MODULES = {  # model_type → the file of its family
     "qwen2": "qwen",
     "qwen3": "qwen",
     "qwen3_moe": "qwen3_moe",
-    "qwen2_moe": "qwen2_moe",
+    "qwen2_moe": "qwen",
     "glm4_moe": "deepseek_v3",
     "deepseek_v3": "deepseek_v3",
     "glm4_moe_lite": "deepseek_v3",
@@ -35,11 +35,11 @@ MODULES = {  # model_type → the file of its family
     "olmo3": "olmo",
     "smollm3": "llama",
     "granite": "llama",
-    "phi3": "phi3",
+    "phi3": "mistral",
     "seed_oss": "llama",
     "ministral3": "mistral",
     "mistral3": "mistral",
-    "exaone4": "exaone4",
+    "exaone4": "olmo",
 }
 
 

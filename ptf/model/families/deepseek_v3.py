@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import replace
 
-from ptf.model.checkpoint_mapping import Bits, Rename, TensorMapping
+from ptf.model.checkpoint_mapping import Bits, TensorMapping, rename
 from ptf.model.config import DecoderConfig, Latent, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope
@@ -19,10 +19,10 @@ from ptf.model.families.settings import Config, Settings, biases, common, raise_
 
 MIXTURES: tuple[TensorMapping, ...] = (
     *MLP,
-    Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
-    Bits("layers.{i}.moe.correction_bias", f"{LAYER}mlp.gate.e_score_correction_bias"),
+    rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
+    Bits(("layers.{i}.moe.correction_bias",), f"{LAYER}mlp.gate.e_score_correction_bias"),
     *(
-        Rename(f"layers.{{i}}.moe.shared.{p}_proj.weight", f"{LAYER}mlp.shared_experts.{p}_proj.weight")
+        rename(f"layers.{{i}}.moe.shared.{p}_proj.weight", f"{LAYER}mlp.shared_experts.{p}_proj.weight")
         for p in ("gate", "up", "down")
     ),
     *EXPERTS,
@@ -42,7 +42,7 @@ MAPPINGS: tuple[TensorMapping, ...] = (
     *NORMS,
     *MIXTURES,
     *(
-        Rename(f"layers.{{i}}.attn.{ours}.{w}", f"{LAYER}self_attn.{theirs}.{w}")
+        rename(f"layers.{{i}}.attn.{ours}.{w}", f"{LAYER}self_attn.{theirs}.{w}")
         for ours, theirs in NAMES.items()
         for w in ("weight", "bias")
     ),

@@ -10,7 +10,7 @@ A multimodal checkpoint trains its language model; the vision tensors are copied
 
 import random
 
-from ptf.model.checkpoint_mapping import Rename, TensorMapping
+from ptf.model.checkpoint_mapping import TensorMapping, rename
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope, random_types, random_wrapper
@@ -31,8 +31,8 @@ MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
     *ATTENTION,
     *MLP,
-    Rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
-    Rename("layers.{i}.mlp_norm.weight", f"{LAYER}pre_feedforward_layernorm.weight"),
+    rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
+    rename("layers.{i}.mlp_norm.weight", f"{LAYER}pre_feedforward_layernorm.weight"),
     *POST_NORMS,
 )
 DEFAULTS = {  # the reference's defaults where a config.json has none, as the published multimodal ones

@@ -6,7 +6,7 @@ Published checkpoints hold the experts in MXFP4; they are dequantised as they ar
 
 import random
 
-from ptf.model.checkpoint_mapping import Interleave, Rename, TensorMapping, Transpose
+from ptf.model.checkpoint_mapping import Interleave, TensorMapping, Transpose, rename
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_rope, random_types
@@ -18,12 +18,12 @@ MAPPINGS: tuple[TensorMapping, ...] = (
     *OUTER,
     *ATTENTION,
     *NORMS,
-    Rename("layers.{i}.attn.sinks", f"{LAYER}self_attn.sinks"),
-    *(Rename(f"layers.{{i}}.moe.router.{w}", f"{LAYER}mlp.router.{w}") for w in ("weight", "bias")),
+    rename("layers.{i}.attn.sinks", f"{LAYER}self_attn.sinks"),
+    *(rename(f"layers.{{i}}.moe.router.{w}", f"{LAYER}mlp.router.{w}") for w in ("weight", "bias")),
     Interleave((f"{OURS}gate_proj", f"{OURS}up_proj"), f"{LAYER}mlp.experts.gate_up_proj", transposed=True),
     Interleave((f"{OURS}gate_bias", f"{OURS}up_bias"), f"{LAYER}mlp.experts.gate_up_proj_bias", transposed=False),
-    Transpose(f"{OURS}down_proj", f"{LAYER}mlp.experts.down_proj"),
-    Rename(f"{OURS}down_bias", f"{LAYER}mlp.experts.down_proj_bias"),
+    Transpose((f"{OURS}down_proj",), f"{LAYER}mlp.experts.down_proj"),
+    rename(f"{OURS}down_bias", f"{LAYER}mlp.experts.down_proj_bias"),
 )
 DEFAULTS = {  # the reference's where a config.json has none
     "head_dim": 64,
@@ -63,11 +63,10 @@ def _decoder(c: Config) -> DecoderConfig:
 
 
 def _random(r: random.Random) -> Settings:
-    experts = r.choice([4, 5, 8])
     c = random_dense_config(
         r,
         "gpt_oss",
-        num_local_experts=experts,
+        num_local_experts=r.choice([4, 5, 8]),
         num_experts_per_tok=r.choice([1, 2, 4]),
         sliding_window=r.choice([2, 5, 16]),
         attention_bias=r.random() < 0.8,

@@ -29,8 +29,12 @@ from ptf.model.families.settings import (
 
 
 def _llama(c: Config) -> DecoderConfig:
-    layers = (Layer(rope(c)),) * c["num_hidden_layers"]
-    return DecoderConfig(**common(c), **biases(c), layers=layers, mlp_bias=c.get("mlp_bias", False))
+    return DecoderConfig(
+        **common(c),
+        **biases(c),
+        layers=(Layer(rope(c)),) * c["num_hidden_layers"],
+        mlp_bias=c.get("mlp_bias", False),
+    )
 
 
 def _random_llama(r: random.Random) -> Settings:
@@ -82,12 +86,8 @@ def _smollm3(c: Config) -> DecoderConfig:
     rotates = c.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]  # 1: it has positions
     if len(rotates) < count:
         raise UserError(f"smollm3: config.json has num_hidden_layers {count} and {len(rotates)} no_rope_layers")
-    slides = c.get("use_sliding_window", False) and c.get("sliding_window") is not None
-    types = c.get("layer_types") or [
-        "sliding_attention" if slides and not rotates[i] else "full_attention" for i in range(count)
-    ]
-    table = rope(c, theta=2_000_000.0)
-    window = c.get("sliding_window") if slides else None
+    types = c.get("layer_types") or ["full_attention" if rotates[i] else "sliding_attention" for i in range(count)]
+    table, window = rope(c, theta=2_000_000.0), c.get("sliding_window") if c.get("use_sliding_window") else None
     layers = layers_by_type(c, types, full_attention=Layer(table), sliding_attention=Layer(table, window))
     return DecoderConfig(
         **common(c),
@@ -116,11 +116,18 @@ def _random_smollm3(r: random.Random) -> Settings:
 
 
 DEFAULTS: Config = {"max_position_embeddings": 2048}
-SEED_DEFAULTS: Config = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}
-SMOLLM_DEFAULTS: Config = {"num_key_value_heads": 4, "tie_word_embeddings": True}
 FAMILIES = {
     "llama": Family("llama", _llama, DENSE, _random_llama, DEFAULTS, SILU),
     "granite": Family("granite", _granite, DENSE, _random_granite, DEFAULTS, SILU),
-    "seed_oss": Family("seed_oss", _seed_oss, DENSE, _random_seed_oss, SEED_DEFAULTS, SILU),
-    "smollm3": Family("smollm3", _smollm3, DENSE, _random_smollm3, SMOLLM_DEFAULTS, SILU),
+    "seed_oss": Family(
+        "seed_oss",
+        _seed_oss,
+        DENSE,
+        _random_seed_oss,
+        {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288},
+        SILU,
+    ),
+    "smollm3": Family(
+        "smollm3", _smollm3, DENSE, _random_smollm3, {"num_key_value_heads": 4, "tie_word_embeddings": True}, SILU
+    ),
 }

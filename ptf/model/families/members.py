@@ -7,7 +7,6 @@ from typing import Any
 def random_dense_config(r: random.Random, model_type: str, **more: Any) -> dict[str, Any]:
     """Return a random config.json of a dense decoder, small enough to verify in a second."""
     kv, group, size = r.choice([1, 2, 3]), r.choice([1, 2, 4]), r.choice([8, 16, 32])
-    heads = kv * group
     return {
         "model_type": model_type,
         "vocab_size": r.choice([61, 96, 131]),
@@ -15,7 +14,7 @@ def random_dense_config(r: random.Random, model_type: str, **more: Any) -> dict[
         "hidden_size": r.choice([48, 96]),
         "intermediate_size": r.choice([40, 64, 88]),
         "num_hidden_layers": r.choice([2, 3, 4]),
-        "num_attention_heads": heads,
+        "num_attention_heads": kv * group,
         "num_key_value_heads": kv,
         "head_dim": size,
         "max_position_embeddings": 256,

@@ -4,38 +4,38 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ptf.model.checkpoint_mapping import Rename, Stack, TensorMapping
+from ptf.model.checkpoint_mapping import Stack, TensorMapping, rename
 
 LAYER = "model.layers.{i}."
 OUTER: tuple[TensorMapping, ...] = (
-    Rename("embed.weight", "model.embed_tokens.weight"),
-    Rename("norm.weight", "model.norm.weight"),
-    Rename("head.weight", "lm_head.weight"),
+    rename("embed.weight", "model.embed_tokens.weight"),
+    rename("norm.weight", "model.norm.weight"),
+    rename("head.weight", "lm_head.weight"),
 )
 ATTENTION: tuple[TensorMapping, ...] = (
     *(
-        Rename(f"layers.{{i}}.attn.{p}_proj.{w}", f"{LAYER}self_attn.{p}_proj.{w}")
+        rename(f"layers.{{i}}.attn.{p}_proj.{w}", f"{LAYER}self_attn.{p}_proj.{w}")
         for p in "qkvo"
         for w in ("weight", "bias")
     ),
-    *(Rename(f"layers.{{i}}.attn.{p}_norm.weight", f"{LAYER}self_attn.{p}_norm.weight") for p in "qk"),
+    *(rename(f"layers.{{i}}.attn.{p}_norm.weight", f"{LAYER}self_attn.{p}_norm.weight") for p in "qk"),
 )
 NORMS: tuple[TensorMapping, ...] = (
-    Rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
-    Rename("layers.{i}.mlp_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
+    rename("layers.{i}.attn_norm.weight", f"{LAYER}input_layernorm.weight"),
+    rename("layers.{i}.mlp_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
 )
 MLP: tuple[TensorMapping, ...] = tuple(
-    Rename(f"layers.{{i}}.mlp.{p}_proj.{w}", f"{LAYER}mlp.{p}_proj.{w}")
+    rename(f"layers.{{i}}.mlp.{p}_proj.{w}", f"{LAYER}mlp.{p}_proj.{w}")
     for p in ("gate", "up", "down")
     for w in ("weight", "bias")
 )
 POST_NORMS: tuple[TensorMapping, ...] = (  # after attention and after the MLP
-    Rename("layers.{i}.attn_post_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
-    Rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
+    rename("layers.{i}.attn_post_norm.weight", f"{LAYER}post_attention_layernorm.weight"),
+    rename("layers.{i}.mlp_post_norm.weight", f"{LAYER}post_feedforward_layernorm.weight"),
 )
 DENSE: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MLP)
 EXPERTS: tuple[TensorMapping, ...] = tuple(
-    Stack(f"layers.{{i}}.moe.experts.{p}_proj", f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
+    Stack((f"layers.{{i}}.moe.experts.{p}_proj",), f"{LAYER}mlp.experts.{{e}}.{p}_proj.weight")
     for p in ("gate", "up", "down")
 )
 WRAPPER: dict[str, Any] = {  # of a Family whose language model is in `language_model.`, beside a vision tower

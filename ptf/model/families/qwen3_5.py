@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Concatenate, Rename, TensorMapping
+from ptf.model.checkpoint_mapping import Concatenate, TensorMapping, rename
 from ptf.model.config import DecoderConfig, GatedDelta, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config, random_wrapper
 from ptf.model.families.names import DENSE, EXPERTS, LAYER, inside
-from ptf.model.families.qwen2_moe import SHARED
+from ptf.model.families.qwen import SHARED
 from ptf.model.families.settings import (
     Config,
     Settings,
@@ -35,10 +35,9 @@ from ptf.model.families.settings import (
     types_of_layers,
 )
 
-PARTIAL = 0.25  # of a head's dimensions are rotated, where a config.json does not say
 LINEAR_ATTENTION: tuple[TensorMapping, ...] = (
     *(
-        Rename(f"layers.{{i}}.attn.{ours}", f"{LAYER}linear_attn.{theirs}")
+        rename(f"layers.{{i}}.attn.{ours}", f"{LAYER}linear_attn.{theirs}")
         for ours, theirs in (
             ("conv.weight", "conv1d.weight"),
             ("a_log", "A_log"),
@@ -48,7 +47,7 @@ LINEAR_ATTENTION: tuple[TensorMapping, ...] = (
         )
     ),
     *(
-        Rename(f"layers.{{i}}.attn.{p}_proj.weight", f"{LAYER}linear_attn.in_proj_{p}.weight")
+        rename(f"layers.{{i}}.attn.{p}_proj.weight", f"{LAYER}linear_attn.in_proj_{p}.weight")
         for p in ("qkv", "z", "b", "a", "qkvz", "ba")
     ),
 )
@@ -92,11 +91,16 @@ def gated_delta(c: Config, *, fused: bool) -> GatedDelta:
 
 def _hybrid(c: Config, *, fused: bool, moe: MoE | None = None) -> DecoderConfig:
     """Map a config.json with linear attention; experts, if there are any, are in every layer."""
-    full = Layer(rope(c, partial=PARTIAL), moe=moe is not None)
-    types = types_of_layers(c, c.get("full_attention_interval") or 4, "linear_attention")
+    # a quarter of a head's dimensions is rotated, where a config.json does not say
+    full = Layer(rope(c, partial=0.25), moe=moe is not None)
     return DecoderConfig(
         **common(c),
-        layers=layers_by_type(c, types, full_attention=full, linear_attention=replace(full, delta=True)),
+        layers=layers_by_type(
+            c,
+            types_of_layers(c, c.get("full_attention_interval") or 4, "linear_attention"),
+            full_attention=full,
+            linear_attention=replace(full, delta=True),
+        ),
         qk_norm=True,
         **biases(c),
         norm_offset=True,
@@ -204,7 +208,7 @@ STACKED_MAPPINGS: tuple[TensorMapping, ...] = (
         f"{LAYER}mlp.experts.gate_up_proj",
         dim=1,
     ),
-    Rename("layers.{i}.moe.experts.down_proj", f"{LAYER}mlp.experts.down_proj"),
+    rename("layers.{i}.moe.experts.down_proj", f"{LAYER}mlp.experts.down_proj"),
 )
 WITHOUT_TEXT = ("mtp.", "model.visual.")
 ONLY: Config = {"hidden_act": "silu", "attn_output_gate": True}

@@ -2,7 +2,7 @@
 
 import random
 
-from ptf.model.checkpoint_mapping import Rename, TensorMapping
+from ptf.model.checkpoint_mapping import TensorMapping, rename
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
 from ptf.model.families.members import random_dense_config
@@ -19,7 +19,7 @@ from ptf.model.families.settings import (
 
 MAPPINGS: tuple[TensorMapping, ...] = (
     *DENSE,
-    Rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
+    rename("layers.{i}.moe.router.weight", f"{LAYER}mlp.gate.weight"),
     *EXPERTS,
 )
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
+from ptf.model.head import Scalar
 from ptf.model.model import Model
-from ptf.model.scalar import Scalar
 from ptf.recipes.policy import RewardedPolicy
 from ptf.recipes.ppo.config import PPOConfig
 from ptf.recipes.protocol import CriticRecipe, Metrics

@@ -17,7 +17,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward
 from ptf.errors import UserError
 from ptf.model import model_files
-from ptf.model.scalar import is_scalar
+from ptf.model.head import is_scalar
 from ptf.recipes.documents import last_values
 from ptf.rl.cluster import RoleGroup, split_over_workers
 from ptf.rl.forward_passes import per_document
