@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
-Output = Literal["lm", "scalar", "custom"]
 PADDED_TO = 64  # the embedding and the head are padded to a multiple of so many rows: one tile of a GEMM
 
 
@@ -119,7 +118,7 @@ class DecoderConfig:
     softcap: float | None = None  # logits become softcap · tanh(logits / softcap)
     moe: MoE | None = None
     init_std: float = 0.02
-    head: Output = "lm"  # logits, one value a position, or a module of the user's own
+    head: Literal["lm", "scalar", "custom"] = "lm"  # logits, one value a position, or a module of the user's own
 
     @property
     def padded(self) -> int:

@@ -20,7 +20,6 @@ from ptf.model.moe import MixtureOfExperts, load_balancing_loss
 from ptf.model.rope import Table, rotary
 from ptf.varlen import Varlen
 
-Output = Head | Scalar | nn.Module  # a module: a head of the user's own (docs/components.md)
 HeadFn = Callable[[Tensor, Any], Any]  # (hidden states [B, T, D], head) → what the loss needs
 
 
@@ -142,8 +141,9 @@ class Decoder(MappedModel):
     def text_tokens(self) -> Tensor:
         return torch.arange(self.config.vocab)
 
-    def output(self) -> Output:
-        """Return the head that `head_fn` is given. Call it inside `forward` only."""
+    def output(self) -> Head | Scalar | nn.Module:
+        """Return the head that `head_fn` is given: a module is one of the user's own (docs/components.md). Call it
+        inside `forward` only."""
         c = self.config
         if c.head == "custom":
             return self.head

@@ -98,8 +98,11 @@ def check(model: "HFDecoder") -> None:
 def _calls(model: "HFDecoder") -> Iterator[tuple[set[str], set[int]]]:
     """Record which modules with an adapter, by name, and which layers are called inside the `with` block."""
     called, computed = set[str](), set[int]()
-    adapted = [(path, module) for path, module in model.hf.named_modules() if getattr(module, "adapters", None)]
-    hooks = [module.register_forward_pre_hook(lambda *_, path=path: called.add(path)) for path, module in adapted]
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, path=path: called.add(path))
+        for path, module in model.hf.named_modules()
+        if getattr(module, "adapters", None)
+    ]
     hooks += [layer.register_forward_pre_hook(lambda *_, i=i: computed.add(i)) for i, layer in enumerate(model.layers)]
     try:
         yield called, computed

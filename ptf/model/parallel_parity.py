@@ -257,13 +257,12 @@ def _judged(
         logits = _logits(exact)
     loss, loss_found = (abs(loss - right.loss) / abs(right.loss) for loss in (stepped.loss, found["loss"]))
     theirs, ours = (verify.gradient_errors(g, right.gradients) for g in (stepped.gradients, found["gradients"]))
-    gradients = [verify.judged(f"gradient of {n}", theirs[n], ours[n]) for n in ours]
     reloaded, ours_reloaded = (verify.logit_error(_logits(hf), logits) for hf in (after, reference(saved)))
     return verify.Case(
         config,
         (
             verify.judged("loss", loss, loss_found),
-            verify.closest(gradients),
+            verify.closest(verify.judged(f"gradient of {n}", theirs[n], ours[n]) for n in ours),
             verify.judged("logits of what was saved", reloaded, ours_reloaded),
         ),
         mesh=mesh,

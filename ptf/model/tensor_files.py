@@ -107,9 +107,8 @@ class TensorFiles(contextlib.ExitStack):
         inside = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
         blocks = self._slice(f"{name}_blocks")[(*outer, columns, inside, slice(None))]
         scales = self._slice(f"{name}_scales")[(*outer, columns, inside)]
-        first = rows.start - inside.start * BLOCK
-        values = dequantise(blocks.flatten(-2), scales, torch.bfloat16)
-        return values[..., first : first + rows.stop - rows.start].transpose(-2, -1)
+        here = slice(rows.start - inside.start * BLOCK, rows.stop - inside.start * BLOCK)
+        return dequantise(blocks.flatten(-2), scales, torch.bfloat16)[..., here].transpose(-2, -1)
 
 
 class Headers(TensorFiles):
