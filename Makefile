@@ -82,9 +82,6 @@ bench-resume: setup                      ## 500 random trials of stopping and re
 bench-loader: setup                      ## what reading costs: first row, documents per second, memory, state; writes benchmarks/results/loader_cost.md
 	$(PY) benchmarks/loader_cost.py
 
-bench-growth: setup                      ## exponents of costs: tokens, documents, vocabulary, lanes, ranks, episodes, checkpoints, metrics; writes benchmarks/results/growth.md
-	$(PY) benchmarks/growth.py
-
 bench-formats: setup                     ## what is made of the forms of people's data sets; writes benchmarks/results/formats.md
 	$(PY) benchmarks/formats.py
 

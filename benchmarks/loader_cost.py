@@ -7,7 +7,7 @@ and measures, with the defaults of `data.shuffle_buffer` and of the look-ahead: 
 sequence at 8, 64 and 512 partitions that one rank serves; documents per CPU-second from the files to batches (reading,
 decompressing, order, shuffling, packing, states and laying out, all in one thread; the SHA-256 of the files, which is
 compared once before, is not in it), and by stage; memory and the size of a partition's state; and how a set that is
-sorted by a binary label is mixed. How the cost grows with ranks is in benchmarks/growth.py.
+sorted by a binary label is mixed.
 """
 
 import gc
@@ -189,7 +189,7 @@ CPU time of the process, the machine's load average being {os.getloadavg()[1]:.0
             "CPU-seconds to the first sequence",
             [(n, f"{reads:,}", f"{each:.2f}", f"{spent:.2f}") for n, (reads, each, spent) in firsts.items()],
         ),
-        "\nHow the cost grows with ranks: [growth.md](growth.md).\n",
+        "",
         table("what | found", found.items()),
         f"\nThe aim is {AIM:,} documents per CPU-second: {'reached' if median(later) >= AIM else 'not reached here'}. "
         "The first epoch touches\nits memory for the first time. By stage, over two epochs, with the timers' cost:\n",

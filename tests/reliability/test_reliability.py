@@ -22,6 +22,15 @@ STEP_8 = ["phase", 8, "after AdamW.step"]
 PRECOMPUTED = ["phase", 1, "after _Precomputing.compute"]
 UPDATE = ["phase", 4, "after policy.update"]
 AHEAD = "DPO, reference found ahead"
+PHASES = [  # of GRPO
+    UPDATE,
+    ["phase", 2, "after rollout.rollout"],
+    ["phase", 1, "before GroupScoring.finish"],
+    ["phase", 1, "after policy.logprobs"],
+    ["phase", 1, "after reference.logprobs"],
+    ["phase", 2, "after rollout.load"],
+    ["phase", 1, "after policy.save"],
+]
 TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
     ("SFT", [["phase", 4, "after storage.finish"], ["phase", 1, "before loop.export"]], None, "^same$"),
     (
@@ -33,7 +42,7 @@ TRIALS = [  # recipe, traps, a fault that is planted, and what is then reported
     ("SFT", [STEP_8], "place_in_the_data", "metrics differs.*model/model.safetensors differs.*host_00000.pt differs"),
     ("SFT", [STEP_8], "optimizer", "metrics differs.*exp_avg"),
     (AHEAD, [PRECOMPUTED], "half_made", r"^left: precomputed/\.partial-"),
-    ("GRPO", [UPDATE, ["phase", 2, "after rollout.rollout"]], None, "^same$"),
+    ("GRPO", PHASES, None, "^same$"),
     (
         "GRPO",
         [UPDATE],
@@ -73,7 +82,7 @@ def tried(trials: list[tuple[str, list[Any], str | None, str]], place: Path) -> 
 def test_killed_runs_end_as_one_that_never_stopped(tmp_path: Path) -> None:
     """And leave nothing behind; faults that are planted are reported (negative controls)."""
     found = tried(TRIALS, tmp_path)
-    assert found[-2]["answers"] == dict.fromkeys(found[-2]["answers"], 0) | {"answers": 96, "sampled_again": 48}
+    assert found[-2]["answers"] == dict.fromkeys(found[-2]["answers"], 0) | {"answers": 96, "sampled_again": 144}
 
 
 @pytest.mark.e2e
