@@ -19,7 +19,6 @@ from tests.data.tool_calls.tables import tool
 Tools = list[dict[str, Any]] | None
 TEXT_FORMATS = ("qwen3_coder", "qwen3_xml", "glm45", "glm47")
 JSON_FORMATS = ("hermes", "llama3_json", "llama4_pythonic")
-TAGGED = (*TEXT_FORMATS, "mistral")
 THOUGHTS = {"<think>": "\ue000>", "</think>": "\ue001>"}  # marks of thinking, and what hides them from vLLM's parser
 QWEN, GLM = TEXT_FORMATS[:2], TEXT_FORMATS[2:]
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from ptf.evaluate.measurement import measure_held_out_rows
 from ptf.run import resolved, run
 from ptf.train.tokenize import tokenize
 from tests.child import run_python
+from tests.waiting import until
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -97,20 +97,10 @@ def run_directory(output: Path) -> Path:
     return found
 
 
-def until(found, timeout: float = 900):
-    """Poll until `found()` gives something."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if value := found():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"nothing after {timeout} s")
-
-
 def kill_at(log: Path, output: Path, named: str, step: int) -> None:
     """SIGKILL the process whose number the log has after these words, once `step` is logged."""
-    pid = int(until(lambda: re.search(rf"{named}pid (\d+)", log.read_text() if log.exists() else ""))[1])
-    until(lambda: any(row["step"] >= step for p in output.glob("*/metrics.jsonl") for row in read_metrics(p)))
+    pid = int(until(lambda: re.search(rf"{named}pid (\d+)", log.read_text() if log.exists() else ""), 900)[1])
+    until(lambda: any(row["step"] >= step for p in output.glob("*/metrics.jsonl") for row in read_metrics(p)), 900)
     os.kill(pid, signal.SIGKILL)
 
 

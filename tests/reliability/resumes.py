@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,6 +27,7 @@ from ptf.config import loads
 from ptf.run import run
 from ptf.storage import file_verification
 from tests.reliability.kills import job
+from tests.waiting import until
 
 DEADLINE_S = 180.0
 SERVES = """
@@ -89,7 +90,7 @@ class Attempt:
         return self.status
 
     def wait(self) -> int:
-        until(lambda: self.poll() is not None)
+        until(lambda: self.poll() is not None, DEADLINE_S, 0.005)
         assert self.status is not None
         return self.status
 
@@ -101,14 +102,6 @@ class Attempt:
     @property
     def said(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
-
-
-def until(there: Callable[[], bool]) -> None:
-    ends = time.monotonic() + DEADLINE_S
-    while not there():
-        if time.monotonic() > ends:
-            raise TimeoutError(f"not there after {DEADLINE_S:g} s")
-        time.sleep(0.005)
 
 
 def bits(directory: Path, root: str) -> dict[str, Any]:
@@ -154,7 +147,7 @@ class Trials:
         place.mkdir()
         places = [self.raw["output"], self.raw["output"] if self.bucket is None else str(place / "elsewhere")]
         first = Attempt(self.raw, run_name, place / "first.log")
-        until(lambda: "step " in first.said or first.poll() is not None)
+        until(lambda: "step " in first.said or first.poll() is not None, DEADLINE_S, 0.005)
         time.sleep(rng.uniform(0, 0.5 * self.seconds))
         first.kill()
         delay = rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.5)])
@@ -164,7 +157,7 @@ class Trials:
         ]
         killed = False
         if kill_holder:
-            until(lambda: any(one.poll() is not None for one in two))  # one was refused
+            until(lambda: any(one.poll() is not None for one in two), DEADLINE_S, 0.005)  # one was refused
             holder = next((one for one in two if one.poll() is None), None)
             if holder is not None:
                 holder.kill()

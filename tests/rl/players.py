@@ -73,10 +73,6 @@ def random_square(messages: Sequence[str], rng: random.Random) -> str:
     return rng.choice(re.findall(r"'(\[\d\])'", messages[-1].rpartition("Available Moves")[2]))
 
 
-def first_square(messages: Sequence[str], rng: random.Random) -> str:
-    return re.findall(r"'(\[\d\])'", messages[-1].rpartition("Available Moves")[2])[0]
-
-
 def resigns(messages: Sequence[str], rng: random.Random) -> str:
     """An opponent whose moves are invalid, so that it loses."""
     return "I do not know"

@@ -4,14 +4,14 @@ gone with the block that started them."""
 import contextlib
 import shutil
 import subprocess
-import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.server_process import free_port
+from tests.waiting import until
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool")
 WAIT_S = 120.0
@@ -91,7 +91,7 @@ class Gateway:
             self._ran("monmaptool", "--create", "--fsid", fsid, "--addv", "a", monitor, self.at / "monmap")
             self._ran("ceph-mon", "-c", conf, "-i", "a", "--mkfs", "--monmap", self.at / "monmap")
             self._start(stack, "ceph-mon", "-f", "-c", conf, "-i", "a")
-            until(lambda: self._asked("ceph", "-c", conf, "--connect-timeout", "5", "-s"), "the monitor")
+            until(lambda: self._asked("ceph", "-c", conf, "--connect-timeout", "5", "-s"), WAIT_S, 0.3)
             store = str(uuid.uuid4())
             self._ran("ceph", "-c", conf, "osd", "new", store)
             self._ran("ceph-osd", "-c", conf, "-i", "0", "--mkfs", "--osd-uuid", store)
@@ -102,9 +102,9 @@ class Gateway:
                     objects.append(self._start(stack, "ceph-osd", "-f", "-c", conf, "-i", "0"))
                 return self._asked("sh", "-c", f"ceph -c {conf} --connect-timeout 5 osd stat | grep -q '1 up'")
 
-            until(stores, "the object store")
+            until(stores, WAIT_S, 0.3)
             self._start(stack, "radosgw", "-f", "-c", conf, "-n", "client.rgw")
-            until(self._answers, "the gateway")
+            until(self._answers, WAIT_S, 0.3)
             user = "user", "create", "--uid", "ptf", "--display-name", "ptf"
             keys = "--access-key", self.key, "--secret-key", self.secret
             self._ran("radosgw-admin", "-c", conf, "-n", "client.rgw", *user, *keys)
@@ -136,11 +136,3 @@ def ended(process: "subprocess.Popen[bytes]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def until(so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not so():
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what} did not come up in {WAIT_S:g} s")
-        time.sleep(0.3)
