@@ -23,21 +23,26 @@ class RowBlock(Protocol):
     @property
     def lines(self) -> int:
         """Return the number of lines of the file that the block covers, empty ones included."""
+        ...
 
     @property
     def nbytes(self) -> int:
         """Return the size of the block in memory, in bytes."""
+        ...
 
     def __len__(self) -> int: ...
 
     def line(self, i: int) -> int:
         """Return the line of row i among the block's lines."""
+        ...
 
     def row(self, i: int) -> Row:
         """Return row i. Raises UserError where it cannot be parsed."""
+        ...
 
     def part(self, start: int, end: int) -> "RowBlock":
         """Return the rows from `start` to before `end`; `line` counts as before."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

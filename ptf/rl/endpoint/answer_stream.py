@@ -71,7 +71,7 @@ class AnswerStream:
                 return
         self.held.clear()
         self.stopped = self._completes(self.stops, piece)
-        called = self.one_call and self.form and self._completes(self.form.ends, piece)
+        called = self.one_call and self.form is not None and self._completes(self.form.ends, piece)
         self.text += piece
         self.stopped = self.stopped or (called and self._has_a_call())
 
