@@ -4,7 +4,6 @@ A catalogue belongs to one tokenizer, whose fingerprint it stores. It is refused
 items would be different tokens.
 """
 
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -108,4 +107,4 @@ def load_item_vectors(catalogue: str) -> np.ndarray:
     """Return the vectors of unit length, [items, d], that are stored beside the catalogue (a path or URI)."""
     path = f"{catalogue.rsplit('/', 1)[0]}/vectors.npy" if "/" in catalogue else "vectors.npy"
     with storage.open_read(path) as file:
-        return np.load(io.BytesIO(file.read()))
+        return np.load(file)

@@ -12,7 +12,6 @@ from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
 
 COLUMNS = ("user", "time", "item")
-COUNTS = ("rows", "duplicates", "unknown", "single")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def read(
         raise UserError(f"columns: {', '.join(sorted(strange))} is none of {', '.join(COLUMNS)}")
     names = {name: columns.get(name, name) for name in COLUMNS}
     events, by_user = dict[str, list[tuple[float, str]]](), dict[str, History]()
-    counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
+    counts: dict[str, int] = dict.fromkeys(("rows", "duplicates", "unknown", "single"), 0)
     for number, (where, row) in enumerate(rows, 1):
         counts["rows"] += 1
         here = f"{where}, event {number}"
@@ -120,11 +119,13 @@ def split(history: History, hold_out: str | float) -> Split:
     `last` holds out the last basket. `before_last` holds out the second to last one and drops the last one, so that
     settings can be chosen without using the `last` split. A number holds out all baskets from that time on.
     """
-    if hold_out == "last":
-        return Split(history[:-1], history[-1:])
-    if hold_out == "before_last":
-        return Split(history[:-2], history[-2:-1])
-    if isinstance(hold_out, str):
-        raise UserError(f"hold_out must be last, before_last or a time in seconds, not {hold_out!r}")
-    cut = sum(basket.time < hold_out for basket in history)
-    return Split(history[:cut], history[cut:])
+    match hold_out:
+        case "last":
+            return Split(history[:-1], history[-1:])
+        case "before_last":
+            return Split(history[:-2], history[-2:-1])
+        case str():
+            raise UserError(f"hold_out must be last, before_last or a time in seconds, not {hold_out!r}")
+        case time:
+            cut = sum(basket.time < time for basket in history)
+            return Split(history[:cut], history[cut:])

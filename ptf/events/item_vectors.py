@@ -41,8 +41,6 @@ def text_vectors(texts: Sequence[str], seed: int, width: int) -> np.ndarray:
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    if not any(text.strip() for text in texts):
-        return np.zeros((len(texts), 1))
     try:
         table = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\b\w+\b").fit_transform(
             texts

@@ -157,13 +157,13 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
         if one.path is None:
             continue
         source = ModelSource.of(one, role, job.model)
-        place = source.directory
+        place, of_config = source.directory, scratch / f"{role}.config"
         if one.same_architecture:
             build = backend_of(job.model.backend).build
             source.raise_if_other_architecture(build(place).config, build(model).config)
-        shrink(place, scratch / f"{role}.config")
+        shrink(place, of_config)
         drawn = load_model(
-            scratch / f"{role}.config",
+            of_config,
             World(),
             ModelConfig(path="-", init="random", backend=source.section.backend),
             seed=0,
@@ -171,9 +171,14 @@ def with_small_frozen_models(job: Job, model: Path, scratch: Path) -> Job:
         )
         paths[one.path] = str(scratch / role)
         tokenizer = str(place) if (place / "tokenizer_config.json").exists() else None
-        of_config = scratch / f"{role}.config"
-        carried = drawn.carried(of_config)
-        save_hf(drawn.hf_tensors(), of_config, scratch / role, writes=True, tokenizer=tokenizer, carried=carried)
+        save_hf(
+            drawn.hf_tensors(),
+            of_config,
+            scratch / role,
+            writes=True,
+            tokenizer=tokenizer,
+            carried=drawn.carried(of_config),
+        )
     return resolve(job, models=paths)
 
 

@@ -63,8 +63,7 @@ def _has_data(path: str) -> bool:
             return True
     except UserError:
         return True  # the check of the config reports this error
-    path = hub.without_names(path)[0]
-    return bool(glob.glob(os.path.expanduser(path).rstrip("/")) or os.path.exists(path))
+    return is_here(os.path.expanduser(hub.without_names(path)[0]))
 
 
 def _has_model(path: str) -> bool:

@@ -25,8 +25,7 @@ def lines(plan: Budget | OnlineBudget, bound: Roofline | None) -> list[Renderabl
     """Return the tables of a plan and the sentences below them, in the order in which they are printed."""
     if isinstance(plan, OnlineBudget):
         return _online_lines(plan)
-    above = [] if bound is None else [_roofline_table(bound)]
-    return [*above, _budget_table(plan), *map(Text, _budget_lines(plan))]
+    return [*([_roofline_table(bound)] if bound else []), _budget_table(plan), *map(Text, _budget_lines(plan))]
 
 
 def candidates_as_json(candidates: Sequence[Candidate]) -> dict[str, object]:
@@ -188,11 +187,10 @@ def _budget_table(step: Budget) -> Table:
 def _budget_lines(step: Budget) -> list[str]:
     """Return what a step costs, and, if it does not fit, what takes most."""
     mesh = " × ".join(f"{name} {size}" for name, size in asdict(step.mesh).items())
-    rate = step.tokens / step.seconds
     lines = [
         (
             f"{step.mesh.ranks} GPUs ({mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens per step; "
-            f"{step.seconds:.3g} s, {rate:,.0f} tokens/s"
+            f"{step.seconds:.3g} s, {step.tokens / step.seconds:,.0f} tokens/s"
         )
     ]
     if not step.fits:

@@ -19,7 +19,6 @@ from ptf.config.tree import Problems
 from ptf.data.document import Document, PackUnit
 from ptf.data.encode import encode_prompt
 from ptf.data.forms import Row
-from ptf.data.partitions import Partitions
 from ptf.data.survey import SourceSurvey, Survey, survey
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import BLOCKS, DataPlan
@@ -68,8 +67,9 @@ def report(job: Job, rows: int | None, samples: int) -> Report:
         sources = {name: replace(spec, kind="prompt") for name, spec in partitions.sources.items()}
         room = job.data.seq_len - job.rollout.max_new_tokens
         partitions = replace(partitions, sources=sources, encode=partial(_prompt, tokenizer=tokenizer), seq_len=room)
-    limit, sequences = rows or few_or_all(partitions), job.train.global_batch_sequences
-    surveyed = survey(partitions, sequences=sequences, limit=limit, examples=samples)
+    known = [partitions.opened(name)[0].rows for name in partitions.sources]
+    default = ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
+    surveyed = survey(partitions, sequences=job.train.global_batch_sequences, limit=rows or default, examples=samples)
     if not any(source.counts["samples"] for source in surveyed.sources):
         return Report(job, surveyed, tokenizer, None, {})
     return Report(job, surveyed, tokenizer, *preview_data(job, partitions))
@@ -79,12 +79,6 @@ def _prompt(row: Row, source: str, tokenizer: Tokenizer) -> list[PackUnit]:
     """Encode a prompt as a sample of which nothing is trained."""
     tokens = encode_prompt(row, tokenizer, source, 0).tokens
     return [(Document(tokens, np.zeros(len(tokens), np.float32), source),)]
-
-
-def few_or_all(partitions: Partitions) -> int:
-    """Return how many rows of each source are read by default."""
-    known = [partitions.opened(name)[0].rows for name in partitions.sources]
-    return ALL_ROWS if None not in known and sum(n or 0 for n in known) <= ALL_ROWS else FEW_ROWS
 
 
 def spans(tokens: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, float]]:

@@ -20,9 +20,8 @@ BAR = 50  # characters of the longest bar
 def show(report: Report, console: Console) -> None:
     """Print the report."""
     survey = report.survey
-    console.print(_sources(survey), *_histogram(survey), *_packing(report), sep="\n", markup=False)
-    for line in (*outlook(report), *advice(report)):
-        console.print(line, markup=False)
+    below = (*_histogram(survey), *_packing(report), *outlook(report), *advice(report))
+    console.print(_sources(survey), *below, sep="\n", markup=False)
     for source in survey.sources:
         _left_out(source, console)
         for place, unit in source.examples:

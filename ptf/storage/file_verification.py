@@ -88,8 +88,9 @@ def raise_if_different(directory: str, expected: Mapping[str, Any], up_to: float
     manifest = verify(directory, up_to, advice)
     for key, value in expected.items():
         if manifest.get(key) != value:
-            what = storage.WORDS.get(key, key)
-            raise Corrupt(f"{directory} was made for a different {what}, {manifest.get(key)}; {advice}")
+            raise Corrupt(
+                f"{directory} was made for a different {storage.WORDS.get(key, key)}, {manifest.get(key)}; {advice}"
+            )
 
 
 def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"), without: Sequence[str] = ()) -> str:

@@ -15,7 +15,6 @@ from ptf.errors import UserError
 
 T = TypeVar("T")
 GIVE_UP_S = 300.0  # a store that fails for so long is down
-LASTING = (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)  # errors that a repetition does not mend
 # Errors of botocore, aiohttp and httpx, by name: none is imported here.
 PASSING = {
     "TransportError",
@@ -98,6 +97,7 @@ def _passing(e: Exception) -> bool:
     if isinstance(e, OSError):
         return (
             not isinstance(e, PermissionError | FileExistsError | IsADirectoryError | NotADirectoryError)
-            and e.errno not in LASTING
+            # which a repetition does not mend
+            and e.errno not in (errno.EINVAL, errno.ENOSPC, errno.ENAMETOOLONG)
         )
     return isinstance(e, TimeoutError) or any(c.__name__ in PASSING for c in type(e).__mro__)

@@ -44,7 +44,6 @@ async def play(prompt: Prompt, policy: Policy, *, shuffled: bool = False) -> Tra
 
 def prepare(directory: str) -> None:
     """Write `games.jsonl`, the piles that games begin with, and `model/`."""
-    root = Path(directory)
     games = [{"messages": [{"role": "user", "content": str(pile)}], "pile": pile} for pile in PILES]
-    write_rows(root / "games.jsonl", games)
-    write_model(root / "model", "0123456789", dim=64, layers=2)
+    write_rows(Path(directory) / "games.jsonl", games)
+    write_model(Path(directory) / "model", "0123456789", dim=64, layers=2)

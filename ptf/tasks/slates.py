@@ -87,8 +87,7 @@ class Future:
         """Return the slate's reward and a message with the next basket; the last basket ends the episode."""
         basket, told = self.left.pop(0)
         reward = worth(text, basket, catalogue=self.catalogue, **self.settings)["reward"]
-        shown = [{"role": "user", "content": told}] if self.left else []
-        return StepResult(shown, reward, done=not self.left)
+        return StepResult([{"role": "user", "content": told}] if self.left else [], reward, done=not self.left)
 
 
 def part(answers: Sequence[Mapping[str, Any]], *, of: str, catalogue: str, **settings: Any) -> float:

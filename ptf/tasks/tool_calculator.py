@@ -63,8 +63,10 @@ def agent(row: Mapping[str, Any], base_url: str, api_key: str, seed: int, *, shu
     if reward < 0.5:
         return reward
     result = str((sum(wanted) + third) % 10)
-    messages.append({"role": "assistant", "content": content, "tool_calls": calls})
-    messages.append({"role": "tool", "content": result, "tool_call_id": calls[0]["id"]})
+    messages += [
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "content": result, "tool_call_id": calls[0]["id"]},
+    ]
     answer, _ = ask(client, messages)
     return reward + (0.5 if answer == result else 0.375 if answer.startswith(result) else 0.0)
 

@@ -35,6 +35,8 @@ def prepare(
         (root / "answers.txt").write_text("".join(f"{answer}\n" for answer in answers))
     if examples:
         asked = [json.loads(line) for file in sorted((root / "train").glob("*.jsonl")) for line in file.open()]
-        answered = [[*row["messages"], {"role": "assistant", "content": str(row["answer"])}] for row in asked]
-        write_rows(root / "examples.jsonl", [{"messages": messages} for messages in answered])
+        write_rows(
+            root / "examples.jsonl",
+            [{"messages": [*row["messages"], {"role": "assistant", "content": str(row["answer"])}]} for row in asked],
+        )
     write_model(root / "model", alphabet, dim=dim, layers=layers, max_length=max_length, words=list(words))

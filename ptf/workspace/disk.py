@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ptf.errors import UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED = {
     errno.EROFS: "its disk is read-only",
     errno.EACCES: "this user may not write there",
@@ -37,7 +36,7 @@ def disk_errors_as_user_errors(*places: str | os.PathLike[str]) -> Iterator[None
     except OSError as error:
         if isinstance(error, UserError):
             raise
-        if error.errno in FULL:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 full(
                     *([error.filename] if error.filename else places),

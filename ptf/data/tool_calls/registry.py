@@ -75,6 +75,5 @@ def parser(name: str) -> Format:
 def parser_of(chat_template: object) -> Format | None:
     """Return the format that a chat template asks for; None if it takes no tools, or in no known form."""
     with contextlib.suppress(UserError):
-        name = format_of(str(chat_template or ""))
-        return parser(name) if name else None
+        return FORMATS.get(format_of(str(chat_template or "")) or "")
     return None
