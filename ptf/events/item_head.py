@@ -74,9 +74,9 @@ class NextItem(nn.Module):
         with torch.no_grad():
             self.items.weight[:-1] = rows
             self.items.weight[-1] = rows.mean(0)
-        self.numbers = None
-        if self.values:
-            self.numbers = factory.linear(f"{path}.numbers", config.dim, len(self.values), bias=True)
+        self.numbers = (
+            factory.linear(f"{path}.numbers", config.dim, len(self.values), bias=True) if self.values else None
+        )
         place = torch.full((config.vocab,), self.end)
         place[ids] = torch.arange(len(ids))
         self.register_buffer("place", place)  # [vocab]: the class of each token; its name is part of stored models
@@ -99,11 +99,9 @@ class NextItem(nn.Module):
 
     def loss(self, x: Tensor, batch: Any) -> Tensor:
         """Return the summed loss of a batch, from hidden states [B, T, D]."""
-        place = cast("Tensor", self.place)
-        classes, weight = place[batch.targets], self.items.weight
+        classes, weight = cast("Tensor", self.place)[batch.targets], self.items.weight
         if self.sampled is None or not torch.is_grad_enabled():  # held-out losses are exact
-            head = Head(weight, self.end + 1)
-            loss = cross_entropy(x, head, classes, batch.loss_weights, batch.trained_positions)
+            loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.loss_weights, batch.trained_positions)
         else:
             loss = self._sampled_loss(x, weight, classes, batch, self.sampled)
         if self.set_wise:

@@ -114,9 +114,8 @@ def write_task(
         random.Random(f"shuffle_answers/{seed}").shuffle(answers)
         prompts = [(question, answer) for (question, _), answer in zip(prompts, answers, strict=True)]
     write_rows(root / "train.jsonl", map(chat_row, train))
-    write_rows(root / "train_prompts.jsonl", map(prompt_row, prompts))
-    write_rows(root / "dev.jsonl", map(prompt_row, dev))
-    write_rows(root / "test.jsonl", map(prompt_row, test))
+    for name, questions in {"train_prompts": prompts, "dev": dev, "test": test}.items():
+        write_rows(root / f"{name}.jsonl", map(prompt_row, questions))
     write_rows(root / "held_out_chat.jsonl", map(chat_row, dev))
     for name, questions in (("train", train), ("held_out", dev)):
         pairs = pair_rows(questions, seed)
