@@ -117,9 +117,8 @@ def prepare(
     tokenizer = _write_tokens(root, facts, item_tokens, base, GAPS if gaps else 1, window, model, width, seed)
     if ids == "items" and base is None:
         token_ids = np.array(tokenizer.encode_all(item_tokens.texts), np.int64)[:, 0]
-        save_file(
-            {"ids": token_ids, "rows": rotate_to_width(item_tokens.rows, width, seed)}, root / "items.safetensors"
-        )
+        rows = rotate_to_width(item_tokens.rows, width, seed)
+        save_file({"ids": token_ids, "rows": rows}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
     np.save(root / "vectors.npy", vectors.astype(np.float32))
     serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, opening)
