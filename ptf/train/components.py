@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from ptf.config import plugin
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
-from ptf.model.components import abbreviated
 from ptf.model.kernels.choice import PLAIN, Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
@@ -55,13 +53,3 @@ def without_head(spec: ModelConfig) -> ModelConfig:
     return spec.model_copy(
         update={"head": None, "replace": {pattern: own for pattern, own in spec.replace.items() if pattern != "head"}}
     )
-
-
-def report(directory: Path, new: Sequence[str], notes: Sequence[str]) -> None:
-    """Print which tensors the checkpoint lacked, and the model's `notes`."""
-    if new:
-        print(
-            f"model: these tensors are not in {directory} and are drawn from the seed: {abbreviated(new)}", flush=True
-        )
-    for note in notes:
-        print(note, flush=True)

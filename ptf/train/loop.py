@@ -20,7 +20,6 @@ from ptf.data.batch import Batch
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan
 from ptf.errors import Stopped, UserError
-from ptf.model.model import Model
 from ptf.train.adapter import export_adapter
 from ptf.train.dataloading import planned_steps
 from ptf.train.export import MODEL, export
@@ -57,7 +56,7 @@ class Loop:
     """The loop over the parts of a run, and how far it is."""
 
     def __init__(self, parts: Parts) -> None:
-        """Continue from the newest checkpoint, or plan the run from step 0, and compile."""
+        """Continue from the newest checkpoint, or plan the run from step 0; print its first lines, and compile."""
         job, world = parts.job, parts.world
         patience, first = job.train.early_stopping, next(iter(job.data.validation), "")
         metric = job.checkpoint.best or f"loss/{first}"
@@ -67,12 +66,22 @@ class Loop:
         restored = self.restore()
         plan = None if restored else planned_steps(job, parts.partitions, parts.loader, world)
         self.step, self.planned, rows = restored or (0, cast("DataPlan", plan).steps[1], None)
-        announce(job, world, parts.model, self.planned, plan)
         # warm-up and decay are shares of the configured run; its end may have been moved nearer before this resume
         parts.trainer.schedule = Schedule.of(job.train, job.train.steps or self.planned)
         self.track: Tracker | None = None
         self.end_at(self.planned)
         if world.leads:
+            model = parts.model
+            print(
+                f"train: {self.planned} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} "
+                f"tokens, workers={world.size}, device={world.device}, "
+                f"{job.train.precision}, attention={model.attention_name(world.device)}, "
+                f"{model.kernels.compilation}, "
+                f"{len(model.config.layers)} layers × {model.config.dim}",
+                flush=True,
+            )
+            if plan:
+                print(f"train: {plan.describe()}", flush=True)
             self.track = Tracker(
                 parts.run, job.track, resumed=self.step, steps=self.ends, lease=parts.lease, expected=rows
             )
@@ -303,19 +312,3 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
         f"also have a lower data.seq_len{eight_bit}, or train adapters (model.lora). `ptf plan CONFIG "
         "--workers N --fit` looks for settings that fit"
     )
-
-
-def announce(job: Job, world: World, model: Model, steps: int, plan: DataPlan | None = None) -> None:
-    """Print the run's first lines: the steps, workers, device, attention and sizes, and with `plan` the passes."""
-    if world.leads:
-        config = model.config
-        print(
-            f"train: {steps} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} tokens, "
-            f"workers={world.size}, device={world.device}, "
-            f"{job.train.precision}, attention={model.attention_name(world.device)}, "
-            f"{model.kernels.compilation}, "
-            f"{len(config.layers)} layers × {config.dim}",
-            flush=True,
-        )
-        if plan:
-            print(f"train: {plan.describe()}", flush=True)

@@ -18,13 +18,14 @@ from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.backends import backend_of
+from ptf.model.components import abbreviated
 from ptf.model.kernels.choice import PLAIN, Kernels
 from ptf.model.kernels.fused import Setting
 from ptf.model.model import Model
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize
 from ptf.recipes.protocol import Recipe
-from ptf.train.components import layer_factory_of, report
+from ptf.train.components import layer_factory_of
 from ptf.train.optim import Schedule, adamw, groups
 from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.optimizer_offload import OffloadedMoments
@@ -72,8 +73,12 @@ def load_model(
     hold_frozen(model, dtype, model.stored_in_fp32(directory) if rounds else ())
     parallelize(model, world.meshes.dense, precision, recomputed=recomputed)
     new = model.give_weights(directory, world.device, random=spec.init == "random", seed=seed)
-    if world.leads:
-        report(directory, new, () if frozen else model.notes())
+    if world.leads and new:
+        print(
+            f"model: these tensors are not in {directory} and are drawn from the seed: {abbreviated(new)}", flush=True
+        )
+    for note in model.notes() if world.leads and not frozen else ():
+        print(note, flush=True)
     return model
 
 
