@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from ptf.config.schema import Job
 
 
-# `tis_cap: auto`, as in Yao et al. 2025: with `rollout.max_staleness` in any precision, else in bf16 (a precision that
-# is not settled counts as that)
+# `tis_cap: auto`, as in Yao et al. 2025: with `rollout.max_staleness` in any precision, else in bf16 (as which a
+# precision counts that is not settled)
 DEFAULT_TIS_CAP = 2.0
 
 
@@ -52,8 +52,8 @@ class OnlineConfig(AlgoConfig):
         """Return these keys with the value of `tis_cap` at the job's precision."""
         if self.tis_cap != "auto":
             return self
-        stale = job.rollout is not None and job.rollout.max_staleness
-        return self.model_copy(update={"tis_cap": DEFAULT_TIS_CAP if stale or job.train.precision != "fp32" else None})
+        is_capped = job.train.precision != "fp32" or (job.rollout is not None and job.rollout.max_staleness)
+        return self.model_copy(update={"tis_cap": DEFAULT_TIS_CAP if is_capped else None})
 
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys, among them those of `rollout.top_p` below 1: under another policy the

@@ -121,13 +121,13 @@ class ClippedPolicy(Recipe):
         coefficients = batch.token_columns["advantages"] * self.token_coefficients(batch)
         head_fn = partial(surrogate, **sampled_from(batch, self.context.processing), coefficients=coefficients)
         loss, outputs = batch.through(model, head_fn)
-        metrics = {
+        return loss, {
             "loss": loss.detach(),
             "entropy": (outputs.entropy * self.metric_coefficients(batch)).sum(),
             "clip_share": torch.zeros_like(loss),
             "approx_kl": torch.zeros_like(loss),
+            **self.logprob_differences(outputs, batch),
         }
-        return loss, metrics | self.logprob_differences(outputs, batch)
 
     def logprob_differences(self, outputs: TokenLogprobs, batch: Batch) -> Metrics:
         """Return metrics of the difference between the engine's and the trainer's log-probs.

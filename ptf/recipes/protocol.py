@@ -100,8 +100,8 @@ class Recipe:
     @property
     def precompute(self) -> bool:
         """Whether the outputs of the frozen models are computed once, before training; they are then not in memory
-        during training."""
-        return False
+        during training. By default the key `algo.precompute`, of recipes that have it."""
+        return getattr(self.config, "precompute", False)
 
     @property
     def precomputed_from(self) -> tuple[object, ...]:

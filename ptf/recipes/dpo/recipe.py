@@ -47,11 +47,6 @@ class DPO(Recipe):
         """The recipe for evaluation, where the reference is loaded."""
         return self.with_keys(precompute=False)
 
-    @property
-    def precompute(self) -> bool:
-        """`algo.precompute`."""
-        return self.config.precompute
-
     def encode(self, row: Mapping[str, Any], tokenizer: Tokenizer, source: str) -> list[PackUnit]:
         """Encode a row as a pair of samples."""
         return encode_preference(row, tokenizer, source)

@@ -69,11 +69,6 @@ class KD(Recipe):
         return batch.through(model, partial(self._loss_of_top, batch=batch, token_columns=token_columns))
 
     @property
-    def precompute(self) -> bool:
-        """`algo.precompute`."""
-        return self.config.precompute
-
-    @property
     def precomputed_from(self) -> tuple[object, ...]:
         """The settings that decide what is computed."""
         return self.config.top_k, self.config.temperature
