@@ -14,7 +14,7 @@ from ptf.config import Job
 from ptf.errors import UserError
 from ptf.model.recompute import Recompute
 
-MOST_FACTOR = 64  # the most GPUs that are tried, as a multiple of the given number
+FACTORS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried, as multiples of the given one
 TENSOR = (1, 2, 4, 8)
 MODES: tuple[Recompute, ...] = ("none", "selective", "block", "offload")  # from the fastest to that of the least memory
 
@@ -66,8 +66,8 @@ def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[
         except UserError as error:
             return Candidate(setting, None, str(error).strip().splitlines()[0])
 
-    factor, own = 1, job.compute.mesh.tensor_parallel_size
-    while factor <= MOST_FACTOR:
+    own = job.compute.mesh.tensor_parallel_size
+    for factor in FACTORS:
         for tensor in [own, *(size for size in TENSOR if size > own)]:
             if gpus * factor % tensor:
                 continue
@@ -84,7 +84,6 @@ def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[
                     return
             yield least
             return
-        factor *= 2
 
 
 def _within(job: Job) -> list[dict[str, str]]:

@@ -124,13 +124,10 @@ class Timeline(TorchDispatchMode):
 
 
 def _moved(*values: Any) -> int:
-    """Return the bytes of all tensors in these values, each counted once."""
-    return sum(map(_bytes, {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}.values()))
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Return the bytes of memory behind a tensor: those of its storage where it is expanded."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    """Return the bytes of memory behind all tensors in these values, each counted once: those of its storage where it
+    is expanded."""
+    tensors = {id(t): t for t in tree_leaves(values) if isinstance(t, Tensor)}.values()
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
 
 def _flops(function: Any, args: Any, kwargs: Any, out: Any) -> float:
@@ -330,6 +327,5 @@ def raise_if_uncounted(job: Job, gpu: str) -> None:
         "model.quantization": job.model.quantization is not None,
         "train.precision: fp32": job.train.precision == "fp32",
     }
-    for what, applies in refused.items():
-        if applies:
-            raise UserError(f"ptf plan --roofline does not count {what}")
+    if found := [what for what, applies in refused.items() if applies]:
+        raise UserError(f"ptf plan --roofline does not count {found[0]}")
