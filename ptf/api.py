@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from ptf.serving.conversation import Chat
     from ptf.training_run import Run
 
-Files = str | PathLike[str] | Sequence[str | PathLike[str]]
 
-
-def load(files: Files, overrides: Sequence[str] = ()) -> Job:
+def load(files: str | PathLike[str] | Sequence[str | PathLike[str]], overrides: Sequence[str] = ()) -> Job:
     """Read a job from one YAML file, or from several that are merged left to right, and then apply `overrides`
     (`["train.lr=1e-4"]`). Plugins are imported and their arguments compared with their signatures. Raises ConfigError
     with every problem, each with its file and line."""

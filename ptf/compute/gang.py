@@ -228,9 +228,9 @@ class Gang:
     def _raise_if_silent(self, ranks: Iterable[int], doing: str, limit_s: float) -> None:
         for rank in ranks:
             if (silent_s := self._monitor.silent_seconds(rank)) > limit_s:
-                about = self._monitor.describe(rank)
                 raise Lost(
-                    f"{self.label} {self._name(rank)} sent no heartbeat for {silent_s:.0f} s while doing {doing}{about}"
+                    f"{self.label} {self._name(rank)} sent no heartbeat for {silent_s:.0f} s while doing {doing}"
+                    f"{self._monitor.describe(rank)}"
                 )
 
     def _verdict(

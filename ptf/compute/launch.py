@@ -71,8 +71,9 @@ def start(module: str, arguments: Sequence[str], environment: Mapping[str, str],
 
     No code of ptf runs between fork and exec, where other threads' locks are held.
     """
-    command = [sys.executable, "-m", ENTRY, module, *arguments]
-    return subprocess.Popen(command, env={**os.environ, **environment, **as_child()}, **options)
+    return subprocess.Popen(
+        [sys.executable, "-m", ENTRY, module, *arguments], env={**os.environ, **environment, **as_child()}, **options
+    )
 
 
 def as_child() -> dict[str, str]:

@@ -124,9 +124,9 @@ def _own(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s: fl
                 quick_failures += time.monotonic() - begun < QUICK_S
                 if time.monotonic() > first + timeout_s or quick_failures == QUICK_FAILURES:
                     logs = f" (its logs are in {workdir / LOGS})" if workdir else ""
-                    spent = time.monotonic() - first
                     raise Retryable(
-                        f"Ray did not start on this machine in {spent:.0f} s: {one_line(error)}{logs}"
+                        f"Ray did not start on this machine in {time.monotonic() - first:.0f} s: {one_line(error)}"
+                        f"{logs}"
                     ) from error
                 print(f"Ray did not start ({one_line(error)}); starting it again", flush=True)
                 time.sleep(EVERY_S)

@@ -191,9 +191,8 @@ def joined(
         torch.cuda.set_device(where)
     else:
         heap.keep()
-    backend = "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
         store=None if size > 1 else dist.HashStore(),
         rank=rank,
         world_size=size,

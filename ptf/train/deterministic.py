@@ -34,8 +34,10 @@ class DeterministicTrainer(Trainer):
         torch.set_num_threads(1)  # the order of additions depends on the number of threads
 
     def forward_backward(self, micro: Sequence[Batch], recipe: Recipe, sequences: Sequence[int]) -> Means:
-        """Leave the gradient of the mean loss in the parameters, summed in the order of the sequences. Raises UserError
-        if the gradients of this rank's sequences need more than 4 GiB."""
+        """Leave the gradient of the mean loss in the parameters, summed in the order of the sequences.
+
+        Raises UserError if the gradients of this rank's sequences need more than 4 GiB.
+        """
         world, parameters = self.world, [p for p in self.model.parameters() if p.requires_grad]
         assert all(len(batch.tokens) == 1 for batch in micro), "one sequence a batch"
         size = len(micro) * sum(p.numel() * p.element_size() for p in parameters)
@@ -78,8 +80,7 @@ class DeterministicTrainer(Trainer):
         for p in parameters:
             p.grad = total[offset : offset + p.numel()].view_as(p).clone()
             offset += p.numel()
-        of_all = {name: float(value) for name, value in totals.items()}
-        return {n: value if is_largest(n) else value / denominator for n, value in of_all.items()}, denominator
+        return {n: float(v) if is_largest(n) else float(v) / denominator for n, v in totals.items()}, denominator
 
 
 def trainer_of(

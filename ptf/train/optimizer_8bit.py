@@ -142,9 +142,8 @@ def _dequantise(state: dict[str, Any], parameter: nn.Parameter) -> None:
         codes, scales = local(state.pop(f"{name}_codes")), local(state.pop(f"{name}_scales"))
         moment = scales.new_empty(codes.shape)
         if codes.numel():
-            values = _values(signed, codes.device)
             moment = _functions().dequantize_blockwise(
-                codes.reshape(-1), absmax=scales.reshape(-1), code=values, blocksize=BLOCK
+                codes.reshape(-1), absmax=scales.reshape(-1), code=_values(signed, codes.device), blocksize=BLOCK
             )
         state[name] = _like(parameter, moment.view(codes.shape), parameter.shape[-1])
 

@@ -48,8 +48,6 @@ from ptf.workspace import progress, scratch
 ROUND = 4  # micro-batches of each rank that are computed at once
 GROUP_BYTES = 128 << 20  # about the largest size of a row group
 
-Load = Callable[[Mapping[str, FrozenModelSpec]], dict[str, Model]]
-
 
 def precompute_sources(
     job: Job,
@@ -58,7 +56,7 @@ def precompute_sources(
     world: World,
     model: Model,
     directory: Path,
-    load: Load,
+    load: Callable[[Mapping[str, FrozenModelSpec]], dict[str, Model]],
 ) -> Job:
     """Return the job with its sources replaced by precomputed ones, which are written where they do not exist yet.
 

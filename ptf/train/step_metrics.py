@@ -23,8 +23,8 @@ class StepMeter:
         self.flops = [Flops.of(model), *map(forward_flops, frozen_models.values())]
         self.peak = self.measured_peak()
         self.said = set[str]()
-        # counts, by metric, of jobs that allow samples to be cut or rows to be skipped; tokenized data has them in its
-        # manifest instead
+        # counts, by metric, of jobs that allow samples to be cut or rows to be skipped; tokenized data has them in
+        # its manifest instead
         self.counted: dict[str, str] = {}
         if any(source.kind != "tokenized" for source in job.data.sources.values()):
             self.counted |= {"shortened_samples": "truncated"} if job.data.too_long in ("truncate", "split") else {}

@@ -60,12 +60,11 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
                 processes=processes,
                 read_keys=read_keys(job, recipe),
             )
-        spent = time.perf_counter() - began
         print(
             f"tokenize: {name}: {counts['rows']} rows, {counts['samples']} samples, "
             f"{counts['tokens']} tokens ({counts['trained']} trained), "
             f"expansion ×{counts['expansion']:.3g}, {counts['too_long']} too long, {counts['truncated']} cut, "
-            f"{counts['bad']} bad, {spent:.1f} s → "
+            f"{counts['bad']} bad, {time.perf_counter() - began:.1f} s → "
             f"{directories[name]}",
             flush=True,
         )
