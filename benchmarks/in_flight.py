@@ -76,7 +76,7 @@ class Engine:
         self.costs, self.work, self.seconds, self.version = costs, work, 0.0, 0
         self.busy = self.places = 0  # decoded tokens; decoding steps × responses at the beginning of a slice
 
-    def __call__(self, batches: list[list[Request]]) -> list[list[Generation]]:
+    def __call__(self, batches: list[list[Request]], version: int) -> list[list[Generation]]:
         return [self.batch(requests) for requests in batches]
 
     def batch(self, requests: list[Request]) -> list[Generation]:

@@ -10,18 +10,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from ptf.compute.lease import Lease
-from ptf.data.trajectory import Generation, Group, Prompt, Trajectory
+from ptf.data.trajectory import Group, Prompt, Trajectory
 from ptf.errors import UserError, full_text
 from ptf.rl.cluster import Cluster, RoleGroup
-from ptf.rl.engines.protocol import Request, Sampling
+from ptf.rl.engines.protocol import Sampling
 from ptf.rl.episodes import Episode, RolloutFunctions, play_episode
 from ptf.rl.flight_ledger import LEDGER_FILE, FlightLedger
 from ptf.rl.in_flight import Ask, InFlight
 from ptf.rl.online_job import OnlineJob
 from ptf.rl.policy.policy import Limits
-from ptf.rl.rewards.scoring import GroupScoring, mark_without_result
+from ptf.rl.rewards.scoring import GroupScoring
 from ptf.rl.rollouts import Rollouts
 from ptf.rl.sampler import seed_of
 
@@ -41,48 +42,44 @@ class AsynchronousRollouts(Rollouts):
         self.functions = RolloutFunctions(online.tokenizer, self.config)
         # another role in the engines' pool would take their devices in the middle of a slice
         self.beside = cluster.pool("rollout").roles == {"rollout"}
-        self.version = 0  # of the engines' weights
-        ledger = FlightLedger(online.run / LEDGER_FILE, lease)
         slices = int(self.beside) if self.config.update_slices is None else self.config.update_slices
         self.flight = InFlight(
             self.config,
             slices,
             online.prompts.__next__,
-            self._serve,
+            partial(self.rollout.call, "sample_parts"),
             self._play,
             online.job.compute.timeout_s,
-            ledger,
+            FlightLedger(online.run / LEDGER_FILE, lease),
         )
 
     @contextlib.contextmanager
     def step(self, version: int) -> Iterator[tuple[list[Group], dict[str, float]]]:
         """See Rollouts.step. Raises what a slice raises, if the block raises nothing."""
-        self.version = version
         with self.cluster.phase(self.rollout, "rollout"):
             taken = self.flight.take_groups(version)
             if not self.has_update_slices:
                 self.rollout.call("expect_weights")
-        with self._slices_beside() as waits:
+        with self._slices_beside(version) as waits:
             with GroupScoring(self.rewards) as scoring:
                 groups = self.finish(scoring, [group.trajectories for group in taken])
-            groups = [tuple(map(mark_without_result, group)) for group in groups]
             metrics = self.metrics(groups, version, self.functions.take_retries())
             yield groups, metrics
         metrics["staleness_max"] = float(max(version - group.admitted for group in taken))
         metrics |= self.flight.take_metrics() | waits
 
     @contextlib.contextmanager
-    def _slices_beside(self) -> Iterator[dict[str, float]]:
+    def _slices_beside(self, version: int) -> Iterator[dict[str, float]]:
         """Run the slices of an update beside a block, or after it; yield metrics that are there when both have
         ended."""
         waits, began = dict[str, float](), time.perf_counter()
         if not self.beside:
             yield waits
-            self._slices(lambda: False)
+            self._slices(version, lambda: False)
             return
         updated = threading.Event()
         with ThreadPoolExecutor(1, "slices") as thread:
-            slices = thread.submit(self._slices, lambda: not updated.is_set())
+            slices = thread.submit(self._slices, version, lambda: not updated.is_set())
             try:
                 yield waits
             except BaseException as error:
@@ -95,19 +92,19 @@ class AsynchronousRollouts(Rollouts):
             done = time.perf_counter()
             ended = slices.result() or began
         waits |= {"seconds/engine_wait": max(0.0, done - ended), "seconds/weights_wait": max(0.0, ended - done)}
-        if self.flight.serving:
-            waits["update_slices_suggested"] = (done - began) * self.flight.slices / self.flight.serving
+        if serving := self.flight.sums["serving"]:
+            waits["update_slices_suggested"] = (done - began) * self.flight.sums["slices"] / serving
 
     def responses(self) -> list[np.ndarray]:
         """See Rollouts.responses. They are of the oldest that have begun, at most `NUM_COMPARED_RESPONSES`."""
         parts = (member.begun for group in self.flight.groups for member in group.members)
-        begun = (part for part in parts if part and len(part["ids"]))
+        begun = (part for part in parts if part is not None and len(part.sampled_ids))
         return [
-            np.concatenate([part["context"], part["ids"]]) for part in itertools.islice(begun, NUM_COMPARED_RESPONSES)
+            np.concatenate([part.context, part.sampled_ids]) for part in itertools.islice(begun, NUM_COMPARED_RESPONSES)
         ]
 
+    @override
     def state(self) -> dict[str, Any]:
-        """See Rollouts.state."""
         return {"in_flight": {**self.flight.state_dict(), "update_slices": self.flight.update_slices}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -131,8 +128,8 @@ class AsynchronousRollouts(Rollouts):
                 "lost or damaged; restore it, or begin a run with another name"
             )
 
+    @override
     def close(self) -> None:
-        """See Rollouts.close."""
         self.flight.close()
         self.functions.close()
         super().close()
@@ -142,12 +139,12 @@ class AsynchronousRollouts(Rollouts):
         """Return whether slices may run between the taking of a step's groups and the loading of its weights."""
         return self.beside if self.config.clock == "wall" else self.flight.update_slices > 0
 
-    def _slices(self, updating: Callable[[], bool]) -> float | None:
+    def _slices(self, version: int, updating: Callable[[], bool]) -> float | None:
         """Run the slices of an update. Return when they ended; None if there are none."""
         if not self.has_update_slices:
             return None
         with self.cluster.phase(self.rollout, "update_slices"):
-            self.flight.beside_update(self.version, updating)
+            self.flight.beside_update(version, updating)
             self.rollout.call("expect_weights")
         return time.perf_counter()
 
@@ -157,6 +154,3 @@ class AsynchronousRollouts(Rollouts):
         limits = Limits(Sampling(config.max_new_tokens, config.temperature, tokenizer.stop_ids), job.data.seq_len)
         seeds = partial(seed_of, job.seed, f"step {admitted}", prompt.index, i)
         return play_episode(Episode(prompt, limits, tokenizer, seeds, self.functions.of(prompt.source)), ask, admitted)
-
-    def _serve(self, batches: list[list[Request]]) -> list[list[Generation]]:
-        return self.rollout.call("sample_parts", batches, self.version)

@@ -74,10 +74,7 @@ class FlightLedger:
     def no_result(self, group: int, number: int, prompt: Prompt) -> Decided | None:
         """Return the end of an episode that had no result; None if that is not known."""
         known = self.no_results.get((group, number))
-        if known is None:
-            return None
-        responses, trajectory = known
-        return Decided(responses, restored_trajectory(trajectory, prompt))
+        return known and Decided(known[0], restored_trajectory(known[1], prompt))
 
     def write(self, **line: Any) -> None:
         """Write a line, and return when it is on the disk."""

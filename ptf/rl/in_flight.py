@@ -15,6 +15,7 @@ The bits of log-probs depend on the batch in which a response is computed. Respo
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,24 +24,23 @@ import numpy as np
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.data.trajectory import Generation, NoResult, Prompt, Trajectory
 from ptf.errors import UserError
-from ptf.rl.engines.protocol import Request
+from ptf.rl.engines.protocol import NOTHING, Request
 from ptf.rl.event_loop import EventLoop
 from ptf.rl.flight_ledger import Decided, FlightLedger
 from ptf.rl.in_flight_group import EpisodeInFlight, InFlightGroup, Pending, trajectory_state
 from ptf.rl.slice_clock import VirtualClock, WallClock
 
 T = TypeVar("T")
-Serve = Callable[[list[list[Request]]], list[list[Generation]]]  # the batches of a slice → what was sampled for each
 Ask = Callable[[Request], Coroutine[Any, Any, Generation]]
-PlayMember = Callable[[Prompt, int, int, Ask], Coroutine[Any, Any, Trajectory]]
 
 
 class InFlight:
     """The groups that are admitted and not taken.
 
     `update_slices` is the number of slices beside an update, by the virtual clock. `next_prompt` returns a further
-    prompt. `serve` samples the batches of a slice with the engines. `play` plays an episode: it is called with the
-    prompt, the version at its admission, the number of the response in its group, and what answers its requests.
+    prompt. `serve` samples the batches of a slice with the engines, under a version of the weights. `play` plays an
+    episode: it is called with the prompt, the version at its admission, the number of the response in its group, and
+    what answers its requests.
     Episodes that neither end nor ask the policy for `timeout_s` seconds end the run.
     """
 
@@ -49,8 +49,8 @@ class InFlight:
         config: RolloutConfig,
         update_slices: int,
         next_prompt: Callable[[], Prompt],
-        serve: Serve,
-        play: PlayMember,
+        serve: Callable[[list[list[Request]], int], list[list[Generation]]],
+        play: Callable[[Prompt, int, int, Ask], Coroutine[Any, Any, Trajectory]],
         timeout_s: float,
         ledger: FlightLedger,
     ) -> None:
@@ -65,22 +65,19 @@ class InFlight:
         self.loop = EventLoop(own_thread=True)  # slices run in two threads, and episodes in one
         self.abandoned = False  # True: the update has failed, and no further slice begins beside it
         self.changed = asyncio.Event()  # an episode has asked the policy, or ended
-        # since the metrics were taken: tokens, places for them, slices, seconds of waiting for an environment and of
-        # sampling
-        self.tokens = self.slots = self.slices = 0
-        self.waited = self.serving = 0.0
+        # since the metrics were taken: tokens, slots for them, slices; seconds that an environment was waited for, and
+        # of sampling (serving)
+        self.sums = defaultdict[str, float](float)
 
     def take_metrics(self) -> dict[str, float]:
         """Return metrics of the slices since the last call."""
-        found = {
+        sums, self.sums = self.sums, defaultdict(float)
+        return {
             "groups_in_flight": float(len(self.groups)),
-            "slices": float(self.slices),
-            "slice_occupancy": self.tokens / self.slots if self.slots else 0.0,
-            "seconds/environment_wait": self.waited,
+            "slices": sums["slices"],
+            "slice_occupancy": sums["tokens"] / (sums["slots"] or 1),
+            "seconds/environment_wait": sums["waited"],
         }
-        self.tokens = self.slots = self.slices = 0
-        self.waited = self.serving = 0.0
-        return found
 
     def close(self) -> None:
         """Cancel the episodes that have not ended.
@@ -177,19 +174,19 @@ class InFlight:
         full = [batch for batch in dealt if batch]
         parts_of = [[one.part(self.config.slice_tokens) for _, one in batch] for batch in full]
         began = time.perf_counter()
-        sampled = self.serve(parts_of) if full else []
-        self.serving += time.perf_counter() - began
+        sampled = self.serve(parts_of, version) if full else []
+        self.sums["serving"] += time.perf_counter() - began
         for batch, parts in zip(full, sampled, strict=True):
             for (member, one), part in zip(batch, parts, strict=True):
-                self.tokens += len(part.sampled_ids)
+                self.sums["tokens"] += len(part.sampled_ids)
                 if whole := one.add(part):
                     member.pending = None
                     member.responses.append(whole)
                     member.due = self.slice + 1 + self.config.environment_slices
                     one.response.set_result(whole)
-        self.slots += self.config.slice_tokens * self.most * self.config.group_size
+        self.sums["slots"] += self.config.slice_tokens * self.most * self.config.group_size
         self.slice += 1
-        self.slices += 1
+        self.sums["slices"] += 1
         for member in self.loop.run(self._timed(self.clock.ended(self))):
             member.end_counts = True
         for group in self.groups:
@@ -226,7 +223,7 @@ class InFlight:
                     member.task.result()  # raises the fault that is no result of the episode
         began = time.perf_counter()
         found = await waiting
-        self.waited += time.perf_counter() - began
+        self.sums["waited"] += time.perf_counter() - began
         return found
 
     async def _play(self, group: InFlightGroup, i: int) -> None:
@@ -277,11 +274,10 @@ class Asking:
         if mine < len(member.responses):  # before the run was continued
             self._raise_if_other_context(request, member.responses[mine].context)
             return member.responses[mine]
-        parts, member.started = member.started, {}
-        if parts:
-            self._raise_if_other_context(request, parts["context"])
-        sampled = {name: part for name, part in parts.items() if name != "context"}
-        member.pending = Pending(request, asyncio.get_running_loop().create_future(), **sampled)
+        begun = member.started or Generation(request.context, *NOTHING, np.zeros(0, np.int32), False)
+        member.started = None
+        self._raise_if_other_context(request, begun.context)
+        member.pending = Pending(request, asyncio.get_running_loop().create_future(), begun)
         self.changed.set()
         try:
             whole = await member.pending.response

@@ -22,29 +22,30 @@ class Pending:
 
     request: Request
     response: "asyncio.Future[Generation]"
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    begun: Generation
 
     def part(self, slice_tokens: int) -> Request:
         """Return the request for the next slice."""
-        sampling = self.request.sampling
-        left = sampling.max_new_tokens - len(self.ids)
+        sampling, ids = self.request.sampling, self.begun.sampled_ids
         return replace(
             self.request,
-            context=np.concatenate([self.request.context, self.ids]),
-            sampling=replace(sampling, max_new_tokens=min(left, slice_tokens)),
-            offset=self.request.offset + len(self.ids),
+            context=np.concatenate([self.request.context, ids]),
+            sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens - len(ids), slice_tokens)),
+            offset=self.request.offset + len(ids),
         )
 
     def add(self, part: Generation) -> Generation | None:
         """Add what a slice sampled; return the whole response if it has ended."""
-        self.ids = np.concatenate([self.ids, part.sampled_ids])
-        self.logprobs = np.concatenate([self.logprobs, part.logprobs])
-        self.versions = np.concatenate([self.versions, part.versions])
-        if not part.finished and len(self.ids) < self.request.sampling.max_new_tokens:
-            return None
-        return Generation(self.request.context, self.ids, self.logprobs, self.versions, part.finished)
+        before = self.begun
+        self.begun = Generation(
+            before.context,
+            np.concatenate([before.sampled_ids, part.sampled_ids]),
+            np.concatenate([before.logprobs, part.logprobs]),
+            np.concatenate([before.versions, part.versions]),
+            part.finished,
+        )
+        has_ended = part.finished or len(self.begun.sampled_ids) >= self.request.sampling.max_new_tokens
+        return self.begun if has_ended else None
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class EpisodeInFlight:
     """One episode of a group."""
 
     responses: list[Generation] = field(default_factory=list)  # the whole responses so far
-    started: dict[str, np.ndarray] = field(default_factory=dict)  # restored: the context and parts of the next response
+    started: Generation | None = None  # restored: what was sampled of the next response
     pending: Pending | None = None
     due: int = 0  # the first slice in which its next request, or its end, counts; earlier ones wait for it
     trajectory: Trajectory | None = None
@@ -60,12 +61,9 @@ class EpisodeInFlight:
     task: "asyncio.Task[None] | None" = None
 
     @property
-    def begun(self) -> dict[str, np.ndarray]:
-        """Return the context and the parts of the response that is generated; empty if none is."""
-        one = self.pending
-        if one is None:
-            return self.started
-        return {"context": one.request.context, "ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
+    def begun(self) -> Generation | None:
+        """Return what was sampled of the response that is generated; None if none is."""
+        return self.pending.begun if self.pending else self.started
 
     @property
     def awaits_environment(self) -> bool:
@@ -76,10 +74,11 @@ class EpisodeInFlight:
         """Return the episode as values."""
         if self.trajectory is not None:
             return {"ended": trajectory_state(self.trajectory), "due": self.due, "counts": self.end_counts}
-        started, last = dict[str, Any](self.begun), self.responses[-1] if self.responses else None
-        if started:
-            started["shared"] = shared_length(started["context"], last)
-            started["context"] = started["context"][started["shared"] :]
+        started, one = dict[str, Any](), self.begun
+        if one is not None:
+            shared = shared_length(one.context, self.responses[-1] if self.responses else None)
+            started = {"shared": shared, "context": one.context[shared:], "ids": one.sampled_ids}
+            started |= {"logprobs": one.logprobs, "versions": one.versions}
         return {"responses": generations_state(self.responses), "started": started, "due": self.due}
 
     @classmethod
@@ -89,10 +88,10 @@ class EpisodeInFlight:
             return cls(
                 trajectory=restored_trajectory(state["ended"], prompt), due=state["due"], end_counts=state["counts"]
             )
-        responses, started = list(restored_generations(state["responses"])), dict(state["started"])
-        if started:
-            before = responses[-1] if responses else None
-            started["context"] = whole_context(started["context"], started.pop("shared"), before)
+        responses, started = list(restored_generations(state["responses"])), None
+        if parts := state["started"]:
+            context = whole_context(parts["context"], parts["shared"], responses[-1] if responses else None)
+            started = Generation(context, parts["ids"], parts["logprobs"], parts["versions"], False)
         return cls(responses=responses, started=started, due=state["due"])
 
 

@@ -56,12 +56,12 @@ class Rollouts(ABC):
         self.rewards.close()
 
     def finish(self, scoring: GroupScoring, groups: list[Group]) -> list[Group]:
-        """Return the groups with their outcomes."""
+        """Return the groups with their outcomes; a reward model's are still to come."""
         began = time.perf_counter()
         with progress.phase("rewards"):
             groups = scoring.finish(groups)
         self.reward_wait += time.perf_counter() - began
-        return groups
+        return groups if self.reward_model else [tuple(map(mark_without_result, group)) for group in groups]
 
     def metrics(self, groups: list[Group], version: int, environment_retries: int) -> dict[str, float]:
         """Return metrics over the outcomes of all responses of a step, in which so many requests to environments were
@@ -115,7 +115,7 @@ class SynchronousRollouts(Rollouts):
                     self.rollout.call("expect_weights")
             groups = self.finish(scoring, groups)
         if not self.reward_model:
-            return [tuple(map(mark_without_result, group)) for group in groups]
+            return groups
         with self.cluster.phase(self.reward_model.role, "reward_model"):
             return self.reward_model.score(groups)
 

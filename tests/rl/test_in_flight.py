@@ -48,7 +48,7 @@ class Engine:
     def __init__(self) -> None:
         self.version, self.served = 0, list[list[tuple[int, int, int]]]()
 
-    def __call__(self, batches: list[list[Request]]) -> list[list[Generation]]:
+    def __call__(self, batches: list[list[Request]], version: int) -> list[list[Generation]]:
         self.served += [[(r.seed, r.offset, len(r.context)) for r in batch] for batch in batches]
         return [[self.part(request) for request in batch] for batch in batches]
 
@@ -139,9 +139,9 @@ def test_an_environment_has_its_slices_for_an_answer():
     for slices in (0, 3):
         asked: list[dict[int, int]] = []
 
-        def serve(batches, asked=asked):
+        def serve(batches, version, asked=asked):
             asked.append({r.seed: r.offset for batch in batches for r in batch})
-            return Engine()(batches)
+            return Engine()(batches, version)
 
         flight = flight_of(clock(2, environment_slices=slices), serve, player(2))
         for _ in range(24):
@@ -254,9 +254,9 @@ def test_an_episode_that_gives_up_a_request_is_named():
 
     engine = Engine()
 
-    def slow(batches):
+    def slow(batches, version):
         time.sleep(0.05)
-        return engine(batches)
+        return engine(batches, version)
 
     flight = flight_of(clock(1, slice_tokens=1), slow, hasty)
     with pytest.raises(UserError, match="gave up a request"):
