@@ -142,7 +142,7 @@ class ContinuousBatch:
         contexts, which = distinct_contexts([response.request for response in admitted])
         slots = [first + which.index(i) for i in range(len(contexts))]  # of each context: that of its first request
         rows = torch.tensor(slots, device=self.device)
-        logits = self.prefill(contexts, lambda *places: self.cache.prefill(*places, rows))
+        logits = self.prefill(contexts, lambda segments, positions: self.cache.prefill(segments, positions, rows))
         for slot, i in enumerate(which, first):
             if slots[i] != slot:
                 self.cache.copy(slots[i], slot)
