@@ -143,7 +143,12 @@ class Stepper:
                     self.changed.notify_all()
                     return
             try:
-                self._drop()
+                numbers = [number for number, one in self.running.items() if one.aborted]
+                if numbers:
+                    self.engine.abort(numbers)
+                    with self.changed:
+                        for number in numbers:
+                            del self.running[number]
                 for group in groups:
                     self._admit(group)
                 if self.running:
@@ -170,15 +175,6 @@ class Stepper:
                         del self.running[item.number]
         finally:  # also what came before an answer to no request
             hand_over(items)
-
-    def _drop(self) -> None:
-        """Abort the submissions that nobody waits for."""
-        numbers = [number for number, one in self.running.items() if one.aborted]
-        if numbers:
-            self.engine.abort(numbers)
-        with self.changed:
-            for number in numbers:
-                del self.running[number]
 
     def _fail(self, error: BaseException, submissions: Sequence[Submission]) -> None:
         """Give all callers the error of a step. A ValueError is wrapped, since it means that a request is refused."""
