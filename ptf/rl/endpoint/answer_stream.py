@@ -76,7 +76,6 @@ class AnswerStream:
         self.stopped = self.stopped or (called and self._has_a_call())
 
     def _completes(self, texts: Sequence[str], piece: str) -> bool:
-        """Return whether the piece completes one of some texts."""
         recent = self.text[-max(map(len, texts), default=1) :] + piece
         return any(text in recent for text in texts)
 
@@ -133,5 +132,7 @@ class AnswerStream:
 
     def _held_back(self) -> int:
         """Return how many of the last characters may be the beginning of a stop string."""
-        lengths = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        return max(lengths, default=0)
+        return max(
+            (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
+            default=0,
+        )

@@ -137,10 +137,15 @@ def call_of(identifier: str, name: str, arguments: str) -> dict[str, Any]:
 
 def message_of(parts: AnswerParts, identifiers: Sequence[str]) -> dict[str, Any]:
     """Return a response as a message."""
-    named = zip(identifiers, parts.tool_calls, strict=True)
-    calls = [call_of(identifier, call.name, call.arguments) for identifier, call in named]
-    content = "" if parts.content is None and not calls else parts.content
-    return {"role": "assistant", "content": content} | _present(reasoning_content=parts.thinking, tool_calls=calls)
+    calls = [
+        call_of(identifier, call.name, call.arguments)
+        for identifier, call in zip(identifiers, parts.tool_calls, strict=True)
+    ]
+    return {
+        "role": "assistant",
+        "content": "" if parts.content is None and not calls else parts.content,
+        **_present(reasoning_content=parts.thinking, tool_calls=calls),
+    }
 
 
 def delta_of(thinking: str, content: str, tool_calls: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -150,7 +155,6 @@ def delta_of(thinking: str, content: str, tool_calls: Sequence[Mapping[str, Any]
 
 
 def _present(**fields: Any) -> dict[str, Any]:
-    """Return the fields that hold something."""
     return {name: value for name, value in fields.items() if value}
 
 

@@ -17,9 +17,8 @@ import sys
 import time
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38  # linux/prctl.h
 CREATE_RULESET, RESTRICT_SELF = 444, 446  # system calls of Landlock
-PR_CAPBSET_DROP = 24
 READERS = (19, 21, 38)  # linux/capability.h: SYS_PTRACE, SYS_ADMIN, PERFMON, with which root reads any environment
 SCOPE_SIGNAL, MAKE_BLOCK_DEVICE = 2, 1 << 11  # linux/landlock.h
 

@@ -134,8 +134,7 @@ async def run_program(
     HarnessFault."""
     if missing := [name for name in config.columns if name not in row]:
         raise HarnessFault(f"the row has no column {missing[0]} (rollout.harness.columns)")
-    task = {name: row[name] for name in ("messages", *config.columns) if name in row}
-    line = json.dumps({**task, "seed": seed}, default=str).encode() + b"\n"
+    task = {**{name: row[name] for name in ("messages", *config.columns) if name in row}, "seed": seed}
     with tempfile.TemporaryDirectory(prefix="ptf-harness-", ignore_cleanup_errors=True) as place:
         result = Path(place) / "result"
         process = await asyncio.create_subprocess_exec(
@@ -152,7 +151,7 @@ async def run_program(
             start_new_session=True,
         )
         try:
-            status, errors = await _ended(process, line)
+            status, errors = await _ended(process, json.dumps(task, default=str).encode() + b"\n")
         finally:
             await _kill(process)
         if status != 0:
@@ -179,7 +178,6 @@ async def _ended(process: asyncio.subprocess.Process, line: bytes) -> tuple[int,
 
 
 async def _keep_last(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
-    """Read a stream to its end, and keep its last bytes."""
     while stream is not None and (part := await stream.read(1 << 14)):
         kept += part
         del kept[:-MAX_ERRORS]

@@ -247,9 +247,11 @@ class Connection:
                     self.writer.write(self.http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
                 self.http.receive_data(await self.reader.take(READ))
             elif isinstance(event, h11.Request):
-                headers = {name.decode("ascii").lower(): value.decode("latin-1") for name, value in event.headers}
                 request = HttpRequest(
-                    event.method.decode("ascii"), event.target.decode("latin-1").partition("?")[0], headers, b""
+                    event.method.decode("ascii"),
+                    event.target.decode("latin-1").partition("?")[0],
+                    {name.decode("ascii").lower(): value.decode("latin-1") for name, value in event.headers},
+                    b"",
                 )
                 refusal = self._refusal(request)
             elif isinstance(event, h11.Data):

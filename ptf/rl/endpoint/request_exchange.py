@@ -53,8 +53,10 @@ class Choice:
             return
         generation, reported = await self._sample(self.context, report)
         parts = self.answer.whole(generation)
-        named = [f"{self.policy.seed} {self.number} {i}".encode() for i in range(len(parts.tool_calls))]
-        identifiers = [hashlib.sha256(name).hexdigest()[:9] for name in named]  # which repeat with the episode
+        identifiers = [  # which repeat with the episode
+            hashlib.sha256(f"{self.policy.seed} {self.number} {i}".encode()).hexdigest()[:9]
+            for i in range(len(parts.tool_calls))
+        ]
         self.message = message_of(parts, identifiers)
         call = self.policy.call_of(self.context, self.number, generation)
         call.message, call.text = self.message, parts.content or ""
@@ -62,8 +64,9 @@ class Choice:
         call.trained = self.trained
         self.call = call
         self.finish_reason = "tool_calls" if parts.tool_calls else "stop" if call.complete else "length"
-        rest = self.answer.rest_of(parts.thinking or "", parts.content or "")
-        delta = delta_of(*rest, self.message.get("tool_calls", ()))
+        delta = delta_of(
+            *self.answer.rest_of(parts.thinking or "", parts.content or ""), self.message.get("tool_calls", ())
+        )
         report(self.choice({"delta": delta}, reported, self.finish_reason))
 
     async def _sample(self, context: CallInput, report: Callable[[dict[str, Any]], None]) -> tuple[Generation, int]:
@@ -77,7 +80,9 @@ class Choice:
                     ids.append(token)
                     logprobs.append(logprob)
                     if self.chat.logprobs:
-                        self._note(token, logprob)
+                        text = self.policy.tokenizer.decode([token])
+                        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                        self.entries.append(entry)
                     self.answer.feed(token)
                     if self.answer.stopped:
                         return self._cut(request.context, ids, logprobs), reported
@@ -93,13 +98,13 @@ class Choice:
 
     def _cut(self, context: np.ndarray, ids: Sequence[int], logprobs: Sequence[float]) -> Generation:
         """Return a response that a stop string ended; its last token completes the string."""
-        versions = np.full(len(ids), self.policy.version, np.int32)
-        finished = ids[-1] in self.policy.tokenizer.stop_ids
-        return Generation(context, np.array(ids, np.int32), np.array(logprobs, np.float32), versions, finished)
-
-    def _note(self, token: int, logprob: float) -> None:
-        text = self.policy.tokenizer.decode([token])
-        self.entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        return Generation(
+            context,
+            np.array(ids, np.int32),
+            np.array(logprobs, np.float32),
+            np.full(len(ids), self.policy.version, np.int32),
+            ids[-1] in self.policy.tokenizer.stop_ids,
+        )
 
     def choice(self, said: dict[str, Any], reported: int, finish_reason: str | None = None) -> dict[str, Any]:
         """Return what is said, a message or a delta, with the log-probs of the tokens that were not reported."""

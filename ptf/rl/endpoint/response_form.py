@@ -87,8 +87,7 @@ def _item(kind: str, number: int, status: str, text: str | None = None) -> dict[
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    more = {"annotations": [], "logprobs": []} if kind == "message" else {}
-    return {"type": PARTS[kind], "text": text, **more}
+    return {"type": PARTS[kind], "text": text, **({"annotations": [], "logprobs": []} if kind == "message" else {})}
 
 
 class ResponseForm:
@@ -111,8 +110,10 @@ class ResponseForm:
 
     def _store(self) -> None:
         if self.request.store:
-            conversation = [*self.request.messages, self.exchange.choices[0].message]
-            self.conversations[f"resp_{self.exchange.number}"] = conversation
+            self.conversations[f"resp_{self.exchange.number}"] = [
+                *self.request.messages,
+                self.exchange.choices[0].message,
+            ]
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the reply in pieces, from the beginning. Raises as `Exchange.finished`."""
@@ -137,7 +138,6 @@ class ResponseForm:
         return f"event: {kind}\n".encode() + event({**fields, "type": kind, "sequence_number": next(self.numbers)})
 
     def _text(self, kind: str, text: str) -> Iterator[bytes]:
-        """Yield the events of further text."""
         if kind not in self.texts:
             for before, whole in list(self.texts.items())[-1:]:
                 yield from self._finish(_item(before, self.exchange.number, "completed", whole))
@@ -158,7 +158,6 @@ class ResponseForm:
         yield self._event("response.content_part.added", **self._place(kind), part=_part(kind, ""))
 
     def _finish(self, item: Mapping[str, Any]) -> Iterator[bytes]:
-        """Yield the last events of an item of text."""
         kind, part = item["type"], item["content"][0]
         place = self._place(kind)
         more = {"logprobs": []} if kind == "message" else {}

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import itertools
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,6 @@ class Session:
         self.exchanges: dict[bytes, list[Exchange]] = {}  # those with each body
         self.all: list[Exchange] = []
         self.conversations: dict[str, Sequence[Message]] = {}  # id of a stored response → the messages up to its end
-        self.numbers = itertools.count()
         self.counts: Counter[str] = Counter()
         self.closed = self.ended = False  # no more requests; and no more changes
         self.reward: float | None = None
@@ -113,12 +111,11 @@ class Session:
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         self.counts["generations"] += chat.n
         self.counts["sampling_overridden"] += any(own.get(name) != value for name, value in chat.sampling.items())
-        return Exchange(next(self.numbers), chat, context, self.policy, self.form, trained=model == MODELS[0])
+        return Exchange(len(self.all), chat, context, self.policy, self.form, trained=model == MODELS[0])
 
     def trajectory(self, outcome: float | NoResult | None, text: str | None = None) -> Trajectory:
         """Return the episode. One whose last request had no room for a response did not end by itself."""
-        complete = False if self.is_full else None
-        return self.policy.trajectory(outcome, text=text, complete=complete, counts=self.counts)
+        return self.policy.trajectory(outcome, text=text, complete=False if self.is_full else None, counts=self.counts)
 
     def deliver(self, exchange: Exchange) -> None:
         """Note that a response reaches a client: it is context of what follows, and trained.
