@@ -285,8 +285,7 @@ class ConformanceSuite:
 
         Rounding moves them where it decides which tokens belong to the nucleus.
         """
-        ids = np.concatenate([generation.context, generation.sampled_ids])
-        batch = self.reference._packed([ids])
+        batch = self.reference._packed([np.concatenate([generation.context, generation.sampled_ids])])
         every = self.reference.model(batch.tokens, batch.positions, batch.segments, lambda x, head: head.logits(x[0]))
         logits = every[len(generation.context) - 1 : -1]  # [n, V]
         if sampling.trie is not None:

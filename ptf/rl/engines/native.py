@@ -231,8 +231,9 @@ class NativeEngine:
                 return head.logits(x[0, ends])
 
             segments = torch.where(batch.segments < 0, -1, batch.segments + first)
-            attend = attend_of(segments, batch.positions)
-            found.append(self.model(batch.tokens, batch.positions, segments, last, attend))
+            found.append(
+                self.model(batch.tokens, batch.positions, segments, last, attend_of(segments, batch.positions))
+            )
             first += len(group)
         return torch.cat(found)
 

@@ -118,12 +118,6 @@ class Environments:
         if state.present:
             state.process.ask(("end", state.number))
 
-    def _report(self, reason: str) -> None:
-        """Print the first fault of a step when it happens, because each later one may take the whole time limit."""
-        if not self.reported:
-            self.reported = True
-            print(f"the environment {self.plugin.use} failed, and the episode is tried again: {reason}", flush=True)
-
     async def _ask(self, state: EpisodeState, question: tuple) -> Any:
         """Return the reply to a question; a failed one is repeated with a replayed environment. Raises
         EnvironmentFault."""
@@ -140,7 +134,12 @@ class Environments:
                 state.asked.append((question, reply))
                 return reply
             state.present = False  # the environment may be in any state, so it is replayed
-            self._report(reply.reason)
+            if not self.reported:  # at once, because each later one may take the whole time limit
+                self.reported = True
+                print(
+                    f"the environment {self.plugin.use} failed, and the episode is tried again: {reply.reason}",
+                    flush=True,
+                )
             if failures == self.retries:
                 if not reply.fatal:
                     state.process.ask(("end", state.number))
