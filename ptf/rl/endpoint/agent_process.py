@@ -70,7 +70,7 @@ class AgentProcess:
         self.agent, self.python = config.agent, config.python
         self.numbers, self.lock = itertools.count(), threading.Lock()
         self.ready, self.lines = new_reply(), queue.SimpleQueue[str | None]()
-        self.waiting = dict[int | None, Reply]({None: self.ready})  # by the episode's number; None: the agent's module
+        self.waiting = dict[int | None, Reply]({None: self.ready})  # by the episode's number; None: the module
         self.left = dict[int, float]()  # episodes that are over, but not for the agent → since when
         self.started, self.coming = time.monotonic(), 0  # `coming`: episodes that wait until it is ready
         self.place = tempfile.mkdtemp(prefix=PREFIX)

@@ -115,7 +115,8 @@ class Session:
 
     def trajectory(self, outcome: float | NoResult | None, text: str | None = None) -> Trajectory:
         """Return the episode. One whose last request had no room for a response did not end by itself."""
-        return self.policy.trajectory(outcome, text=text, complete=False if self.is_full else None, counts=self.counts)
+        complete = False if self.is_full else None
+        return self.policy.trajectory(outcome, text=text, complete=complete, counts=self.counts)
 
     def deliver(self, exchange: Exchange) -> None:
         """Note that a response reaches a client: it is context of what follows, and trained.

@@ -275,7 +275,8 @@ class ConformanceSuite:
             require(
                 worst <= self.bound,
                 f"a sampled token's log-prob differs by {worst:.3g} from ptf's decoder's (bound {self.bound:g}; "
-                f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}{', a trie' if sampling.trie else ''})",
+                f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}"
+                f"{', a trie' if sampling.trie else ''})",
             )
         return generations
 

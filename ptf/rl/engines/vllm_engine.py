@@ -35,8 +35,8 @@ from ptf.workspace import scratch
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # tensors cannot be sent to vLLM's own engine process
 ALWAYS = {
-    # for the parts of a tensor-parallel engine: a forked process has its parent's locks, but not the threads that hold
-    # them
+    # for the parts of a tensor-parallel engine: a forked process has its parent's locks, and not the threads that
+    # hold them
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -83,7 +83,7 @@ class VLLMEngine:
 
     `path` is a Hugging Face directory with config.json and safetensors; its tokenizer is not read. `version` is the
     policy step of those weights. `cpu_kv_cache_gib` is the size of the key-value cache on a CPU; on a GPU the cache
-    gets what the weights leave of `gpu_share` of its memory. `backend` is that of the policy, which sends the weights.
+    gets what the weights leave of `gpu_share` of its memory. `backend` is that of the policy, which sends weights.
     """
 
     name = "vllm"
@@ -126,14 +126,13 @@ class VLLMEngine:
                 "max_lora_rank": max_lora_rank(lora_rank, directory, dtype),
             }
         import_model(directory)
-        cache = Path(os.environ[CACHES[0]])  # in the run's directory
         contexts = contextlib.ExitStack()
-        self._directory = contexts.enter_context(scratch.directory(cache / "tries"))
+        # in the run's directory
+        self._directory = contexts.enter_context(scratch.directory(Path(os.environ[CACHES[0]]) / "tries"))
         weakref.finalize(self, contexts.close)  # when the process ends, at the latest
         model = backend_of(backend).build(directory, head="lm")
-        # what a sync brings; and what it does not replace, such as a vision tower: vLLM keeps what it has loaded
         self.names = model.hf_names()
-        with TensorFiles(directory) as files:
+        with TensorFiles(directory) as files:  # such as a vision tower: vLLM keeps what it has loaded
             self.carried = model.carried_names(files)
         if version < 0 and "quantization_config" in model_files.read_config(directory):
             arguments |= unquantised(directory, self._directory / "model")

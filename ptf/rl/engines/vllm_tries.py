@@ -1,4 +1,4 @@
-"""Restricts requests to their tries inside of vLLM, which imports `OnlyAllowed` by name in the process that samples."""
+"""Restricts requests to their tries inside of vLLM, which imports `OnlyAllowed` by name where it samples."""
 
 import functools
 from typing import Any

@@ -52,8 +52,8 @@ class Mcp:
     that ends, fails, or gives no result within `timeout_s` is an error of the environment. The same calls must have the
     same results when an episode is replayed.
 
-    A task holds the connection, because the library wants it to be opened and closed by the same task, and the methods
-    of an environment are called in different ones.
+    A task holds the connection, because the library wants it to be opened and closed by the same task, and the
+    methods of an environment are called in different ones.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Mcp:
         raise ConnectionError(f"the connection to the MCP server ended before its {what}: {error!r}")
 
     async def result(self, call: ToolCall) -> str:
-        """Return the text that a tool gives for a call, or why the call is wrong: as known here, or as the tool or the
-        server says."""
+        """Return the text that a tool gives for a call, or why the call is wrong, as is known here or as the tool or
+        the server says."""
         from mcp.shared.exceptions import MCPError
         from mcp.types import INVALID_PARAMS
 
