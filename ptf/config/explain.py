@@ -30,7 +30,6 @@ EXPECTED = {
     "dict_type": "a section",
     "model_type": "a section",
 }
-OFFLINE_ONLY = ("data.validation", "train.epochs", "train.global_batch_sequences")  # no use in online recipes
 LIMITS = {
     "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
@@ -42,7 +41,6 @@ LIMITS = {
 
 
 LONG = 200  # characters of a value that a message shows
-WORD_OR_PLUGIN = ("engine",)  # keys whose value is one of some words, or a plugin
 PARALLELISM = {
     "pipeline": "pipeline parallelism",
     "pp": "pipeline parallelism",
@@ -106,8 +104,8 @@ def given(value: Any) -> str:
 def explain(error: ErrorDetails, job: type[Job], root: Node) -> Iterator[Problem]:
     """Return the problems behind one pydantic error."""
     loc = error["loc"]
-    # pydantic names the member of a union that it tried
-    members = [step for before, step in pairwise(("", *loc)) if before in WORD_OR_PLUGIN]
+    # an engine is a word or a plugin, and pydantic names the member of a union that it tried
+    members = [step for before, step in pairwise(("", *loc)) if before == "engine"]
     inner = tuple(step for step in loc if step != "[key]" and step not in members)
     path = tuple(step for step in inner if step != "")  # the source of a plugin for all
     if (
@@ -161,7 +159,10 @@ def _unknown(name: str, path: Sequence[str | int], job: type[Job]) -> str:
     elsewhere = [key for key, _ in keys(job) if key.rpartition(".")[2] == name]
     where = f"in {'.'.join(map(str, filter(None, path)))}" if path else "at the top"
     algo = section_at(job, ["algo"])
-    unfit = OFFLINE_ONLY if algo and getattr(algo, "online", False) else ()
+    # of no use in online recipes
+    unfit = (
+        ("data.validation", "train.epochs", "train.global_batch_sequences") if getattr(algo, "online", False) else ()
+    )
     known = f"  (did you mean {elsewhere[0]}?)" if elsewhere else ""
     known = known or foreign_names.hint(name, {key for key, _ in keys(job) if key not in unfit})
     hint = _not_here(name, path) or known or near(name, names)

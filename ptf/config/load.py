@@ -86,8 +86,11 @@ def model_paths(job: Job) -> dict[str, str]:
 
 def sources_of(job: Job) -> dict[str, Source]:
     """Return all sources of the job by config key."""
-    sections = job.sources_by_section.items()
-    return {f"{section}.{name}": source for section, sources in sections for name, source in sources.items()}
+    return {
+        f"{section}.{name}": source
+        for section, sources in job.sources_by_section.items()
+        for name, source in sources.items()
+    }
 
 
 def resolve(
@@ -128,9 +131,13 @@ def resolve(
         values[section][part][name]["path"] = path
     for sources in (values["data"]["sources"], values["data"]["validation"]):
         for name in sources.keys() & tokenized.keys():
-            # the tokenized files contain exactly the rows that these keys select
-            read = dict.fromkeys(("limit", "row_count"))
-            sources[name] |= {"path": tokenized[name], "kind": "tokenized", "columns": {}, **read}
+            sources[name] |= {
+                "path": tokenized[name],
+                "kind": "tokenized",
+                "columns": {},
+                # the tokenized files contain exactly the rows that these keys select
+                **dict.fromkeys(("limit", "row_count")),
+            }
     return type(job).model_validate_json(json.dumps(values), strict=True)
 
 

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from ptf.config import plugin
 from ptf.config.explain import explain
 from ptf.config.load import checked
-from ptf.config.plugin import on_path
 from ptf.config.recipes import declared_config, validated
 from ptf.config.reward_signature import parameters, reward_fault
 from ptf.config.schema import Job
@@ -24,7 +23,6 @@ EPISODES: dict[Keys, tuple[str, ...]] = {  # what plays an episode → what it i
     ("rollout", "play"): ("prompt", "policy"),
     ("rollout", "harness", "agent"): ("row", "base_url", "api_key", "seed"),
 }
-ENVIRONMENT = ("reset", "step")  # methods of an environment
 
 
 def load_checked(
@@ -36,7 +34,7 @@ def load_checked(
 
     Raise ConfigError with all problems at once; `more` finds further ones below the config's root.
     """
-    on_path(files)
+    plugin.on_path(files)
     tree = merge(*files, overrides=overrides)
     return checked(tree, [*problems(tree.root), *(more(tree.root) if more else ())])
 
@@ -105,8 +103,7 @@ def recipe(root: Node, target: object, use: str, args: Mapping[str, Any], algo: 
             name, *below = error["loc"]
             where = ("recipe", "args") if name in args and name not in algo else ("algo",)
             if error["type"] == "extra_forbidden" and not below:
-                what = f"{use} has no key {name!r}{near(str(name), config.model_fields)}"
-                yield problem(root, (*where, name), what)
+                yield problem(root, (*where, name), f"{use} has no key {name!r}{near(str(name), config.model_fields)}")
             elif error["type"] == "missing" and not below:
                 yield problem(root, (*where, name), f"is missing: {use} needs it")
             else:
@@ -115,7 +112,7 @@ def recipe(root: Node, target: object, use: str, args: Mapping[str, Any], algo: 
 
 def environment_fault(environment: Any) -> str | None:
     """Return which methods an environment, or its class, lacks; None if it has all."""
-    missing = [name for name in ENVIRONMENT if not callable(getattr(environment, name, None))]
+    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
     return f"has no method {' and no method '.join(f'`{name}`' for name in missing)}" if missing else None
 
 

@@ -32,8 +32,7 @@ class Code:
 
 def uses(value: Any) -> list[str]:
     """Return what each plugin at or below a value of a config names."""
-    sections = (inner for _, inner in walk(value) if isinstance(inner, dict))
-    return [section["use"] for section in sections if isinstance(section.get("use"), str)]
+    return [inner["use"] for _, inner in walk(value) if isinstance(inner, dict) and isinstance(inner.get("use"), str)]
 
 
 def code_of(value: Any) -> Code:
@@ -81,8 +80,10 @@ def _read(module: str, code: Code) -> list[str]:
                 base = ".".join([*above, *([node.module] if node.module else [])])
                 imported += [base, *(f"{base}.{alias.name}" for alias in node.names)]
             case ast.Call() if getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_NAME:
-                what = f"{file}:{node.lineno} imports a module by a name that is computed"
-                code.unseen.append(f"{what}: a change of its code goes unnoticed")
+                code.unseen.append(
+                    f"{file}:{node.lineno} imports a module by a name that is computed: a change of its code goes "
+                    "unnoticed"
+                )
     return imported
 
 

@@ -101,9 +101,8 @@ def json_schema() -> dict[str, Any]:
                 described["description"] = _line(described["description"])
         for name, property in definition.get("properties", {}).items():
             if property.get("additionalProperties") == (plugin := {"$ref": "#/$defs/SourcePlugin"}):
-                text = property["description"]
                 forms = [plugin, {"type": "object", "additionalProperties": plugin}, {"type": "null"}]
-                definition["properties"][name] = {"anyOf": forms, "description": text}
+                definition["properties"][name] = {"anyOf": forms, "description": property["description"]}
     for job in kinds:
         properties = schema["$defs"][job.__name__]["properties"]
         properties["extends"] = TypeAdapter(str | list[str]).json_schema() | {
@@ -115,12 +114,6 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [references[job, "validation"] for job in kinds],
         "$defs": schema["$defs"],
     }
-
-
-def write(root: Path) -> None:
-    """Write both files below the repository's root."""
-    (root / "docs/config.md").write_text(markdown())
-    (root / "configs/schema.json").write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n")
 
 
 def _sections(section: type[Section], above: str, may_change: bool) -> Iterator[tuple[str, type[Section], bool]]:
@@ -166,7 +159,6 @@ def _line(text: str | None) -> str:
 
 
 def _word(annotation: Any, limits: Any = ()) -> str:
-    """Return an annotation in words."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _word(inner[0], [limit for field in inner[1:] for limit in getattr(field, "metadata", [field])])
@@ -206,4 +198,5 @@ def _changeable(field: FieldInfo) -> bool:
 
 
 if __name__ == "__main__":
-    write(Path.cwd())
+    Path("docs/config.md").write_text(markdown())
+    Path("configs/schema.json").write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n")

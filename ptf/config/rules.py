@@ -5,7 +5,6 @@ key to change, and whether the job does.
 """
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ptf.config.cron import schedule
@@ -110,13 +109,14 @@ def train_rules(job: "Job") -> Rules:
     what does not go with `train.deterministic`."""
     train, rollout, best = job.train, job.rollout, job.checkpoint.best
     known, watches = [f"loss/{name}" for name in job.data.validation], bool(train.early_stopping or best)
-    whole = job.compute.mesh.tensor_parallel_size == 1
     deterministic = {
         "train.precision: fp32": train.precision == "fp32",
         "compute.device: cpu (a GPU's kernels add in an order of their own)": job.compute.device == "cpu",
         "rollout.engine: native (vllm's bits depend on its batches)": not rollout or rollout.engine != "vllm",
         "compute.threads: 1 in online recipes": not rollout or job.compute.threads == 1,
-        "a whole model on every worker: compute.mesh.tensor_parallel_size: 1": whole,
+        "a whole model on every worker: compute.mesh.tensor_parallel_size: 1": (
+            job.compute.mesh.tensor_parallel_size == 1
+        ),
     }
     return {
         SCHEDULE_IS_LONGER: is_schedule_longer(train, train.steps),
@@ -252,20 +252,10 @@ def model_rules(job: "Job") -> Rules:
     }
 
 
-RULES: tuple[Callable[["Job"], Rules], ...] = (
-    source_rules,
-    secret_rules,
-    compute_rules,
-    length_rules,
-    train_rules,
-    model_rules,
-    stage_rules,
-)
-
-
 def broken(job: "Job") -> list[str]:
     """One line for each rule that is broken, the recipe's own among them, beginning with the key to change."""
-    tables = [rules(job) for rules in RULES]
+    every = (source_rules, secret_rules, compute_rules, length_rules, train_rules, model_rules, stage_rules)
+    tables = [rules(job) for rules in every]
     if job.rollout:
         tables.append(rollout_rules(job, job.rollout))
     if isinstance(job.algo, AlgoConfig):

@@ -39,11 +39,14 @@ def _steps(value: Any) -> int | float:
     return value
 
 
-WHOLE_OR_SHARE = {
-    "anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]
-}
 # a number of steps, or a share of the run's steps
-Steps = Annotated[int | float, PlainValidator(_steps), WithJsonSchema(WHOLE_OR_SHARE)]
+Steps = Annotated[
+    int | float,
+    PlainValidator(_steps),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}]}
+    ),
+]
 Patterns = Annotated[list[str], Field(min_length=1)]  # of unified names
 Temperature = Annotated[float, Field(ge=0.01, le=2)]  # what vLLM takes as it is
 

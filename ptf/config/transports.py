@@ -119,8 +119,7 @@ def with_lora_sync(job: "Job", gpu: bool, experts: bool) -> "Job":
     engine_applies_adapters = (
         gpu and job.compute.launcher == "ray" and rollout.engine == "vllm" and job.train.precision == "bf16"
     )
-    named = TRANSPORTS.get(rollout.transport)  # None: auto
-    transport_sends_adapters = named is None or not named.streams
+    transport_sends_adapters = rollout.transport == "auto" or not TRANSPORTS[rollout.transport].streams
     adapter = adapter_is_servable and only_adapters_train and engine_applies_adapters and transport_sends_adapters
     value = "adapter" if adapter else "merged"
     return job.model_copy(update={"rollout": rollout.model_copy(update={"lora_sync": value})})

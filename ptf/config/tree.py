@@ -9,6 +9,7 @@ The dialect is the core schema of YAML 1.2: `1e-4` is a number, only true and fa
 are always text, and a duplicate key is a problem.
 """
 
+import contextlib
 import difflib
 import json
 import os
@@ -273,8 +274,12 @@ def _read(text: str, start: SourceLocation, tree: Tree) -> Node | None:
 
     If `start` has a line, every node gets its own line as its place; otherwise all nodes get `start`.
     """
+    with contextlib.suppress(ValueError, RecursionError):
+        json.loads(text)
+        # JSON is YAML except for tabs and some characters, which are escaped; the line numbers do not change
+        text = text.encode("ascii", "backslashreplace").decode().replace("\x7f", "\\x7f").replace("\t", " ")
     try:
-        node = yaml.compose(_json_as_yaml(text), CoreSchemaLoader)
+        node = yaml.compose(text, CoreSchemaLoader)
     except RecursionError:
         tree.refuse(start, "", TOO_DEEP, unread=True)
         return None
@@ -342,18 +347,6 @@ def _scalar(node: yaml.Node, path: tuple[str, ...], place: SourceLocation, tree:
     if kind not in READ and kind != "str":
         tree.refuse(place, ".".join(path), f"the tag {node.tag} is not supported")
     return _joined(text)
-
-
-def _json_as_yaml(text: str) -> str:
-    """Return the text so that PyYAML can read it: JSON is YAML except for tabs and some characters, which are escaped.
-
-    The line numbers do not change.
-    """
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return text.encode("ascii", "backslashreplace").decode().replace("\x7f", "\\x7f").replace("\t", " ")
 
 
 def _joined(text: str) -> str:
