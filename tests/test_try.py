@@ -19,7 +19,7 @@ from ptf.data.trajectory import Generation, NoResult, Prompt, Reward, Trajectory
 from ptf.episode_preview import policies, terminal
 from ptf.episode_preview.player import EpisodeTimes
 from ptf.episode_preview.preview_job import differences, start_seconds, turns_of
-from ptf.episode_preview.report import Piece, Preview, PreviewEpisode
+from ptf.episode_preview.report import Preview, PreviewEpisode
 from ptf.errors import UserError
 from ptf.rl.engines.protocol import Request, Sampling, StreamingEngine, generate_all
 from ptf.rl.engines.scripted import ScriptedEngine
@@ -321,7 +321,7 @@ def test_the_first_difference_of_two_plays_is_named() -> None:
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_the_policy_said_is_marked_in_colour_or_by_brackets(is_terminal: bool) -> None:
-    said = (Piece("2+3=", False), Piece("5", True))
+    said = (("2+3=", 0.0), ("5", 1.0))
     prompt = Prompt(np.array([1], np.int32), {}, "sums", 0)
     episode = PreviewEpisode(prompt, None, "the \x1b[2J reward failed", True, 1.0, 0.5, (), (said,), {})
     preview = Preview("itself", (episode,), 1.0, 0.0, (), (), {}, ())

@@ -22,8 +22,6 @@ from ptf.rl.rewards.scoring import Rewards, mark_without_result, score_groups
 from ptf.rl.sampler import Sampler, seed_of
 from ptf.workspace import progress
 
-KEY = "try"  # of the seeds, so that they are those of no step
-
 
 @dataclass(eq=False)
 class EpisodeTimes:
@@ -69,7 +67,6 @@ class TimedEngine:
         return recorded
 
     def _answer(self, seed: int) -> None:
-        """Note that the response to a request is complete."""
         episode, call = self.calls[seed]
         self.episodes[episode].answered[call] = time.monotonic()
 
@@ -139,7 +136,8 @@ class Player:
 
         def episode(number: int) -> Episode:
             prompt, i = prompts[number // self.per_prompt], number % self.per_prompt
-            seeds = engine.begin(partial(seed_of, sampler.settings.engine.seed, KEY, prompt.index, i))
+            # "try", so that they are the seeds of no step
+            seeds = engine.begin(partial(seed_of, sampler.settings.engine.seed, "try", prompt.index, i))
             return Episode(
                 prompt, limits, sampler.tokenizer, seeds, sampler.rollout_functions.of(prompt.source), self.timeout_s
             )

@@ -54,7 +54,6 @@ def policy_of(job: Job, named: str | None) -> PreviewPolicy:
 
 
 def _with_model(job: Job, named: str) -> Job:
-    """Return the job with another model in place of its own."""
     if named.endswith((".yaml", ".yml")):
         named = load(named).versions
     elif os.path.isfile(Path(named) / "job.yaml"):
@@ -130,8 +129,8 @@ def user_markers(tokenizer: Tokenizer) -> tuple[str, str]:
     if not tokenizer.hf.chat_template:
         return "", ""
     first, second, third = MARKS
-    roles = zip(("user", "assistant", "user"), MARKS, strict=True)
-    text = tokenizer.render_text([{"role": role, "content": mark} for role, mark in roles], True)
+    turns = {first: "user", second: "assistant", third: "user"}
+    text = tokenizer.render_text([{"role": role, "content": mark} for mark, role in turns.items()], True)
     if any(text.count(mark) != 1 for mark in MARKS):
         return "", ""  # the template does not write the messages as they are
     before, rest = text.split(first)
@@ -164,7 +163,6 @@ def of_file(path: str) -> Script:
 
 
 def _answers(line: str, where: str) -> list[str]:
-    """Return the responses of one line of JSON."""
     try:
         value = json.loads(line)
     except ValueError as error:

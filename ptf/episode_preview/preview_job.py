@@ -20,7 +20,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult, Prompt, Reward, Trajectory, documents_of
 from ptf.episode_preview.player import EpisodeTimes, Played, Player
 from ptf.episode_preview.policies import SCRIPTS, PreviewPolicy, policy_of, tokenizer_without_model
-from ptf.episode_preview.report import Piece, Preview, PreviewEpisode, Probe, Turn
+from ptf.episode_preview.report import Preview, PreviewEpisode, Probe, Turn
 from ptf.errors import UserError
 from ptf.inspection.report import spans
 from ptf.rl.engine_settings import EngineSettings
@@ -97,7 +97,6 @@ def silent_engine(directory: str, **_: object) -> ScriptedEngine:
 
 
 def _tried(chosen: PreviewPolicy, player: Player, episodes: int) -> Preview:
-    """Play the probes, and the episodes twice; return what was found."""
     tokenizer = player.sampler.tokenizer
     stream = training_prompts(chosen.job, tokenizer)
     prompts = [next(stream) for _ in range(-(-episodes // player.per_prompt))]
@@ -108,7 +107,6 @@ def _tried(chosen: PreviewPolicy, player: Player, episodes: int) -> Preview:
     first = player.play(script, prompts, episodes, "the first play")
     retries = player.take_retries()
     second = player.play(script, prompts, episodes, "the second play")
-    constrained = chosen.job.rollout and chosen.job.rollout.constrained_decoding
     return Preview(
         policy=chosen.line,
         episodes=[_episode(t, first, i, tokenizer) for i, t in enumerate(first.trajectories)],
@@ -117,12 +115,11 @@ def _tried(chosen: PreviewPolicy, player: Player, episodes: int) -> Preview:
         differences=differences(first.trajectories, second.trajectories),
         probes=probes,
         counts=_counts(first.trajectories) | retries,
-        warnings=[] if constrained else _rewarded(probes),
+        warnings=[] if chosen.job.online_rollout.constrained_decoding else _rewarded(probes),
     )
 
 
 def _probe(name: str, player: Player, prompts: Sequence[Prompt], episodes: int) -> Probe:
-    """Play a scripted policy; return the rewards of its responses."""
     script = SCRIPTS[name](player.sampler.tokenizer)
     outcomes = [t.outcome for t in player.play(script, prompts, episodes, f"the responses {name}").trajectories]
     rewards = [outcome.value for outcome in outcomes if isinstance(outcome, Reward)]
@@ -132,10 +129,11 @@ def _probe(name: str, player: Player, prompts: Sequence[Prompt], episodes: int) 
 def _rewarded(probes: Sequence[Probe]) -> list[str]:
     """Return a warning for each probe with a reward above 0."""
     return [
-        f"{PROBED[probe.name]} gets a reward above 0, which the policy may exploit: {len(probe.above_zero)} of "
-        f"{len(probe.rewards) + probe.without_result} episodes, up to {max(probe.above_zero):g}"
+        f"{PROBED[probe.name]} gets a reward above 0, which the policy may exploit: "
+        f"{sum(r > 0 for r in probe.rewards)} of {len(probe.rewards) + probe.without_result} episodes, up to "
+        f"{max(probe.rewards):g}"
         for probe in probes
-        if probe.above_zero
+        if max(probe.rewards, default=0) > 0
     ]
 
 
@@ -188,7 +186,6 @@ def _counts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _episode(t: Trajectory, played: Played, number: int, tokenizer: Tokenizer) -> PreviewEpisode:
-    """Return a played episode with its texts and times."""
     times = played.times[number]
     return PreviewEpisode(
         prompt=t.prompt,
@@ -218,8 +215,8 @@ def turns_of(times: EpisodeTimes) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def _pieces(tokens: np.ndarray, positions: np.ndarray, tokenizer: Tokenizer) -> list[Piece]:
+def _pieces(tokens: np.ndarray, positions: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Return a document's text in pieces of what was sampled, and of what was not."""
     sampled = np.zeros(len(tokens), bool)
     sampled[positions] = True
-    return [Piece(text, bool(weight)) for text, weight in spans(tokens, sampled, tokenizer)]
+    return spans(tokens, sampled, tokenizer)

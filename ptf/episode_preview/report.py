@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +23,6 @@ class Turn:
         return self.policy_seconds + self.other_seconds
 
 
-class Piece(NamedTuple):
-    """A part of a conversation."""
-
-    text: str
-    sampled: bool  # by the policy; the rest is context
-
-
 @dataclass(frozen=True, slots=True)
 class PreviewEpisode:
     """One episode that was played."""
@@ -41,7 +34,7 @@ class PreviewEpisode:
     seconds: float
     start_seconds: float  # until the policy was asked first
     turns: Sequence[Turn]
-    documents: Sequence[Sequence[Piece]]  # the texts of its training samples
+    documents: Sequence[Sequence[tuple[str, float]]]  # its training samples in pieces; weight 1: sampled, 0: context
     counts: Mapping[str, float]
 
 
@@ -52,11 +45,6 @@ class Probe:
     name: str
     rewards: Sequence[float]
     without_result: int
-
-    @property
-    def above_zero(self) -> list[float]:
-        """Return the rewards above 0."""
-        return [reward for reward in self.rewards if reward > 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +134,6 @@ def _episode(episode: PreviewEpisode) -> dict[str, Any]:
         ],
         "counts": dict(episode.counts),
         "documents": [
-            [{"text": piece.text, "sampled": piece.sampled} for piece in document] for document in episode.documents
+            [{"text": text, "sampled": bool(weight)} for text, weight in document] for document in episode.documents
         ],
     }

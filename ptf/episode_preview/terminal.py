@@ -20,8 +20,9 @@ def show(preview: Preview, console: Console, *, conversations: bool = True) -> N
     """Print the preview, the conversations of its episodes first."""
     console.print(f"policy: {preview.policy}", markup=False)
     if conversations:
-        mark = "green" if console.is_terminal else "in ⟦ ⟧"
-        console.print(f"what the policy answered is {mark}", style="dim", markup=False)
+        console.print(
+            f"what the policy answered is {'green' if console.is_terminal else 'in ⟦ ⟧'}", style="dim", markup=False
+        )
         for number, episode in enumerate(preview.episodes):
             _conversation(number, episode, console)
     console.print(_times(preview))
@@ -45,7 +46,6 @@ def _conversation(number: int, episode: PreviewEpisode, console: Console) -> Non
 
 
 def _title(number: int, episode: PreviewEpisode) -> str:
-    """Return the heading of an episode: its prompt, outcome, turns and time."""
     prompt, outcome = episode.prompt, "not scored" if episode.reward is None else f"reward {episode.reward:g}"
     outcome = outcome if episode.reason is None else "no result"
     turns = "1 turn" if len(episode.turns) == 1 else f"{len(episode.turns)} turns"
@@ -54,7 +54,6 @@ def _title(number: int, episode: PreviewEpisode) -> str:
 
 
 def _times(preview: Preview) -> Table:
-    """Return a table of what takes time, with its median and its largest seconds."""
     seconds = {
         "a turn": [turn.seconds for turn in preview.turns],
         "of it without the policy": [turn.other_seconds for turn in preview.turns],
