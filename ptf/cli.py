@@ -26,7 +26,6 @@ from ptf.workspace import disk
 from ptf.workspace.credentials import redacted
 
 JOB = "job.yaml"  # what makes a directory that of a run (ptf.run)
-PARALLEL_CONFIGS = 2  # of a family, on two ranks
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>ptf</title><style>
 body {{ color: {foreground}; background: {background}; }}
@@ -69,7 +68,6 @@ def console(file: TextIO | None = None, *, width: int | None = None, **options: 
 
 
 def _job(options: argparse.Namespace, *more: str) -> "Job":
-    """Load the job of a command; `more` are overrides beside those of the command line."""
     from ptf.config import load
 
     return load(*options.config, overrides=[*options.set, *more])
@@ -172,7 +170,6 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def _planned_job(options: argparse.Namespace, setting: "Setting") -> "Job":
-    """Load the job of `ptf plan` on the GPUs and with the keys of a setting."""
     from ptf.compute.device_defaults import settled
     from ptf.run import resolved
 
@@ -269,15 +266,14 @@ def verify(options: argparse.Namespace) -> int:
     """Compare a model family, or a checkpoint, with transformers."""
     from rich.progress import track
 
-    from ptf.model.verify import Reference
-    from ptf.model.verify import verify as compare
+    from ptf.model import verify as verifier
 
     if (Path(options.where) / "config.json").is_file():
-        return _print_cases(options.where, [Reference(Path(options.where)).compare()], options.json)
+        return _print_cases(options.where, [verifier.Reference(Path(options.where)).compare()], options.json)
     progress = console(sys.stderr)
     cases = list(
         track(
-            compare(options.where, options.configs, options.seed),
+            verifier.verify(options.where, options.configs, options.seed),
             f"verify {options.where}",
             options.configs,
             console=progress,
@@ -288,12 +284,11 @@ def verify(options: argparse.Namespace) -> int:
     if options.parallel:
         from ptf.model.parallel_parity import verify_parallel
 
-        cases += verify_parallel(options.where, min(options.configs, PARALLEL_CONFIGS), options.seed)
+        cases += verify_parallel(options.where, min(options.configs, 2), options.seed)
     return _print_cases(options.where, cases, options.json)
 
 
 def _print_cases(model: str, cases: "list[Case]", as_json: bool) -> int:
-    """Print what the verifier found, a row for each comparison, and return the exit status."""
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -522,10 +517,6 @@ publish: publish a trained run; list what is published, or go back
   | --rollback VERSION: point latest.json back to VERSION (default: the version before the current one)
 """
 REPEATED = {"action": "append", "default": []}
-TYPES: dict[str, Callable[[str], Any]] = {
-    "N": _number(1, math.inf, int),
-    "K": _number(1, math.inf, int),
-}  # of values by their names; others are texts
 SETTINGS: dict[str, dict[str, Any]] = {  # of arguments for which there is more to say
     "CONFIG": {"nargs": "+"},
     "--set": REPEATED,
@@ -581,8 +572,12 @@ def _parser() -> argparse.ArgumentParser:
             command.set_defaults(run=RUNS[written])
             continue
         name, _, metavar = written.removeprefix("| ").partition(" ")
-        settings: dict[str, Any] = {"metavar": metavar or None, "help": text, "type": TYPES.get(metavar, str)}
-        settings |= SETTINGS.get(name, {})
+        settings: dict[str, Any] = {
+            "metavar": metavar or None,
+            "help": text,
+            "type": _number(1, math.inf, int) if metavar in ("N", "K") else str,
+            **SETTINGS.get(name, {}),
+        }
         if not name.startswith("-"):
             settings["metavar"] = name
             command.add_argument(dest="config" if name == "CONFIG" else "where", **settings)

@@ -97,25 +97,19 @@ def check_evaluation(job: Job) -> None:
     metric = job.publish.metric
     if metric is None or metric.startswith("train/"):
         return
-    names = _of_responses_and_rankings(job)
+    section, ranking = job.evaluate, job.evaluate.ranking
+    sampled = [f"pass@{section.samples}"] if section.samples > 1 else []
+    metrics = ("greedy_pass_rate", "greedy_reward", "no_result_share", *sampled, *section.metrics)
+    names = [f"{name}/{source}" for source in section.sources for name in metrics]
+    if ranking:
+        measures = [f"{task}/{measure}@{ranking.k}" for task in TASKS for measure in MEASURES]
+        names += [f"{measure}/{source}" for source in ranking.sources for measure in measures]
     held_out = [] if algo_config(job).online else list(job.data.validation)
     if metric not in names and metric.partition("/")[2] not in held_out:
         known = [*names, *(f"the recipe's metrics of {name}, for example loss/{name}" for name in held_out)]
         raise ConfigError(
             f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}"
         )
-
-
-def _of_responses_and_rankings(job: Job) -> list[str]:
-    """Return the names of the metrics of responses and of rankings that the evaluation will have, METRIC/SOURCE."""
-    evaluate_config, ranking = job.evaluate, job.evaluate.ranking
-    sampled = [f"pass@{evaluate_config.samples}"] if evaluate_config.samples > 1 else []
-    metrics = ("greedy_pass_rate", "greedy_reward", "no_result_share", *sampled, *evaluate_config.metrics)
-    names = [f"{metric}/{source}" for source in evaluate_config.sources for metric in metrics]
-    if ranking:
-        measures = [f"{task}/{measure}@{ranking.k}" for task in TASKS for measure in MEASURES]
-        names += [f"{measure}/{source}" for source in ranking.sources for measure in measures]
-    return names
 
 
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
@@ -158,7 +152,6 @@ def unmeasured(job: Job, metrics: Mapping[str, float]) -> list[str]:
 
 
 def _is_scored(job: Job) -> bool:
-    """Return whether responses to held-out prompts get rewards."""
     rollout = job.rollout
     return bool(job.evaluate.reward or (rollout and (rollout.reward or rollout.is_multi_turn)))
 
@@ -199,16 +192,20 @@ def _rows(job: Job, run: Path, metric: str) -> list[tuple[float, float, float]] 
     """Return the value of a metric at the start, the one now and their denominator, by row; None if the metric is not a
     mean over rows."""
     if _is_loss(metric):
-        pairs = _both(run / LOSSES, metric.partition("/")[2])
-        return [(a["value"], b["value"], b["denominator"]) for a, b in pairs] or None
+        return [
+            (a["value"], b["value"], b["denominator"]) for a, b in _both(run / LOSSES, metric.partition("/")[2])
+        ] or None
     measure, _, source = metric.rpartition("/")
     if source in job.evaluate.sources and measure in ("greedy_reward", "greedy_pass_rate"):
         value = float if measure == "greedy_reward" else lambda reward: float(reward >= 1)
         rewards = [(a["reward"], b["reward"]) for a, b in _both(run / RESPONSES, source, "row")]
         return [(value(a), value(b), 1.0) for a, b in rewards if a is not None and b is not None]
     if job.evaluate.ranking and source in job.evaluate.ranking.sources:
-        users = _both(run / RANKED, source, "user")
-        return [(a[measure], b[measure], 1.0) for a, b in users if measure in a and measure in b]
+        return [
+            (a[measure], b[measure], 1.0)
+            for a, b in _both(run / RANKED, source, "user")
+            if measure in a and measure in b
+        ]
     return None
 
 
@@ -270,9 +267,8 @@ def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     if worse and job.publish.gate == "starting_model":
         allowed = max(one.allowed for one in worse)
         limit = f"; allowed regression: {allowed:g} (publish.max_regression)" if allowed else ""
-        said = "; ".join(one.describe() for one in worse)
         raise Worse(
-            f"not published: worse than what training started from: {said}{limit}. "
+            f"not published: worse than what training started from: {describe(job, worse)}{limit}. "
             "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
             "checks of the exported files and against the published version remain"
         )

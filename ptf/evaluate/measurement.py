@@ -24,7 +24,7 @@ from ptf.compute.world import World, joined, pick_device
 from ptf.config import ConfigError, Job, Plugin, dump, loads
 from ptf.config.plugin import bind, own_copy
 from ptf.config.recipes import algo_config
-from ptf.data.document import Document, PackUnit
+from ptf.data.document import PackUnit
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.evaluate import gate
@@ -107,8 +107,7 @@ def measure_on_rank(text: str, directory: str) -> None:
     sets = held_out_sequences(
         job, recipe, starting.load_tokenizer(), run / "quarantine" if int(os.environ.get("RANK", 0)) == 0 else None
     )
-    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
-    sizes = None if alone else compute.mesh.sizes(compute.workers)
+    sizes = compute.mesh.sizes(compute.workers) if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None
     with joined(compute.device, compute.timeout_s, sizes, compute.threads) as world:
         # for a few passes, without the parts that a run compiles or replaces
         plain = job.train.model_copy(update={"compile": False, "fused": []})
@@ -133,11 +132,13 @@ def _length_baselines(sets: Mapping[str, Sequence[Any]]) -> dict[str, float]:
     for name, sequences in sets.items():
         units = [unit for sequence in sequences for unit in sequence]
         if all(len(unit) == 2 for unit in units):
-            longer = np.array([np.sign(answer_length(chosen) - answer_length(rejected)) for chosen, rejected in units])
-            found[f"length_baseline_accuracy/{name}"] = float((longer + 1).mean() / 2)
+            trained = [(sample.loss_weights != 0).sum() for unit in units for sample in unit]
+            chosen, rejected = np.array(trained, np.int64).reshape(-1, 2).T
+            found[f"length_baseline_accuracy/{name}"] = float((np.sign(chosen - rejected) + 1).mean() / 2)
     return found
 
 
+@torch.no_grad()
 def measure_sequences(
     model: Model,
     recipe: Recipe,
@@ -164,7 +165,9 @@ def measure_sequences(
     if not recipe.scores_are_logits:
         return metrics
     for name, sequences in sets.items():
-        scores, truth, lengths = score_answers(model, recipe, sequences, world, micro_batch_sequences, seq_len)
+        batches = progress.counted(deal(sequences, world, micro_batch_sequences, seq_len), "scores", "batches")
+        mine = np.concatenate([recipe.judgements(model, b.to(world.device)).cpu().numpy() for b in batches], axis=1)
+        scores, truth, lengths = np.concatenate(world.gather_data(mine), axis=1)  # [responses], of every rank
         metrics[f"calibration_error/{name}"] = calibration_error(1 / (1 + np.exp(-scores)), truth)
         if 0 < (truth > 0.5).sum() < len(truth):  # AUC needs both true and false responses
             metrics |= {
@@ -172,26 +175,6 @@ def measure_sequences(
                 f"length_baseline_auc/{name}": auc(lengths, truth > 0.5),
             }
     return metrics
-
-
-def answer_length(sample: Document) -> int:
-    """Return the number of a sample's tokens that are trained."""
-    return int((sample.loss_weights != 0).sum())
-
-
-@torch.no_grad()
-def score_answers(
-    model: Model,
-    recipe: Recipe,
-    sequences: Sequence[Sequence[PackUnit]],
-    world: World,
-    micro_batch_sequences: int,
-    seq_len: int,
-) -> np.ndarray:
-    """Return scores, labels and lengths of all responses, on every rank: [3, responses]."""
-    batches = progress.counted(deal(sequences, world, micro_batch_sequences, seq_len), "scores", "batches")
-    mine = np.concatenate([recipe.judgements(model, b.to(world.device)).cpu().numpy() for b in batches], axis=1)
-    return np.concatenate(world.gather_data(mine), axis=1)
 
 
 def auc(scores: np.ndarray, truth: np.ndarray) -> float:
@@ -242,8 +225,9 @@ def measure_responses(job: Job, run: Path) -> dict[str, float]:
         models[START] = starting.with_weights().directory
     prompts, job = affordable(prompts, job, run / "model", len(models))
     metrics: dict[str, float] = {}
-    longest = max(len(prompt.tokens) for of_source in prompts.values() for prompt in of_source)
-    length = longest + job.evaluate.max_new_tokens
+    length = job.evaluate.max_new_tokens + max(
+        len(prompt.tokens) for of_source in prompts.values() for prompt in of_source
+    )
     if job.rollout and job.rollout.is_multi_turn:
         length = max(length, job.data.seq_len)
     try:

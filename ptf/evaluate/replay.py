@@ -16,8 +16,6 @@ from ptf.rl.flight_ledger import LEDGER_FILE
 from ptf.run import JOB, check_run_name
 from ptf.training_run import METRICS, Run, train
 
-RETRIES = "rewards_retried"  # in metrics: faults that passed do not come again
-
 
 def replay(run: Run, name: str) -> bool:
     """Train a finished run again, as a run called `name`; print and return whether it ended with the same bits.
@@ -40,16 +38,11 @@ def replay(run: Run, name: str) -> bool:
     again = train(run.job, name)
     differing = _different_tensors(run.model, again.model)
     steps = _first_different_step(run.directory / METRICS, again.directory / METRICS)
-    if not differing and steps is None:
-        print(
-            f"{again.directory} has the bits of {run.directory}: its weights and the metrics of every step", flush=True
-        )
-        return True
-    if steps is not None:
-        print(f"step {steps} is the first whose metrics differ")
-    if differing:
-        print(f"{len(differing)} tensors or files differ, {differing[0]} first")
-    return False
+    same = f"{again.directory} has the bits of {run.directory}: its weights and the metrics of every step"
+    found = [f"step {steps} is the first whose metrics differ"] if steps is not None else []
+    found += [f"{len(differing)} tensors or files differ, {differing[0]} first"] if differing else []
+    print("\n".join(found or [same]), flush=True)
+    return not found
 
 
 def _different_tensors(one: Path, other: Path) -> list[str]:
@@ -68,7 +61,6 @@ def _different_tensors(one: Path, other: Path) -> list[str]:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits."""
     bits, others = (tensor.reshape(-1).view(torch.uint8) for tensor in (one, other))
     return (one.shape, one.dtype) == (other.shape, other.dtype) and torch.equal(bits, others)
 
@@ -78,7 +70,8 @@ def _first_different_step(one: Path, other: Path) -> int | None:
     none does."""
     rows, others = read_metrics(one), read_metrics(other)
     for a, b in zip(rows, others, strict=False):
-        names = {name for name in a.keys() | b.keys() if not is_clock(name)} - {RETRIES}
+        # faults that passed do not come again
+        names = {name for name in a.keys() | b.keys() if not is_clock(name)} - {"rewards_retried"}
         if any(repr(a.get(name)) != repr(b.get(name)) for name in names):
             return a["step"]
     return None if len(rows) == len(others) else min(len(rows), len(others)) + 1

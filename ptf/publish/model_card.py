@@ -122,7 +122,6 @@ def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str
 
 
 def _serving(job: Job, artifact: Artifact, head: str) -> list[str]:
-    """Return the command that serves the version, from wherever its files lie."""
     place = job.publish.hub or "DIRECTORY"
     kind, lora = "adapter" if job.publish.what == "adapter" else head, job.model.lora
     command = SERVE[kind].format(
@@ -140,7 +139,6 @@ def _serving(job: Job, artifact: Artifact, head: str) -> list[str]:
 
 
 def _start(job: Job, artifact: Artifact) -> str:
-    """Return the path of the model that training started from."""
     return artifact.models.get(job.model.path, job.model.path)
 
 
@@ -171,14 +169,12 @@ def _shortened_config(job: Job) -> str:
 
 
 def _source(name: str, source: Source, artifact: Artifact) -> str:
-    """Return a row of the table of sources."""
     weight = "by rows" if source.sampling_weight is None else f"{source.sampling_weight:g}"
     where = _name(artifact.datasets.get(f"data.sources.{name}", source.path))
     return f"| {name} | `{where}` | {source.kind} | {weight} | {artifact.data.get(name, '')} |"
 
 
 def _evaluation(metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> list[str]:
-    """Return a table with a line for each metric: at the start, of this version and of the one before."""
     if not (rows := evaluated(metrics)):
         return ["Not evaluated."]
     columns = ["starting model", "this version", *([f"published before ({before['version']})"] if before else [])]

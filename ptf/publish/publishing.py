@@ -113,13 +113,11 @@ def _loaded_difference(job: Job, run: Path, model: Path) -> float:
 
 
 def _stage_files(job: Job, run: Path, model: Path) -> Path:
-    """Copy the files to publish into a directory of the run, and return that directory."""
-    staged, adapter = run / "publish", run / "adapter"
+    staged, alone = run / "publish", job.publish.what == "adapter"
     shutil.rmtree(staged, ignore_errors=True)
-    alone = job.publish.what == "adapter"
     shutil.copytree(model, staged, ignore=shutil.ignore_patterns(*WEIGHTS) if alone else None)
     if job.publish.what != "merged":
-        shutil.copytree(adapter, staged if alone else staged / "adapter", dirs_exist_ok=True)
+        shutil.copytree(run / "adapter", staged if alone else staged / "adapter", dirs_exist_ok=True)
     return staged
 
 
