@@ -13,11 +13,6 @@ from ptf.config.reward_signature import EPISODES, RewardSignature
 from ptf.data.trajectory import MAX_REWARD, Trajectory, is_reward
 from ptf.rl.worker_messages import Fault
 
-FORMS = (
-    ", not a number: a reward is an int, a float or a scalar of numpy or torch, of an `async def` its awaited result, "
-    "and of a function declared with `scores_groups` or `batched` a list of them"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class EpisodeView:
@@ -110,7 +105,11 @@ def checked_reward(value: Any) -> float | Fault:
     if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
         if inspect.iscoroutine(value):
             value.close()  # otherwise Python warns that nobody awaited it
-        return Fault(f"the reward returned a {type(value).__name__}{FORMS}")
+        return Fault(
+            f"the reward returned a {type(value).__name__}, not a number: a reward is an int, a float or a scalar of "
+            "numpy or torch, of an `async def` its awaited result, and of a function declared with `scores_groups` or "
+            "`batched` a list of them"
+        )
     try:
         value = float(value)
     except Exception as error:  # float() of any object may raise anything

@@ -60,7 +60,6 @@ def batched(max_size: int | Callable[..., int]) -> Callable[[Target], Target]:
 
 
 def _declared(reward: Target, scores: str, max_size: int | Callable[..., int]) -> Target:
-    """Set the attributes of a function or a class."""
     if "scored_together" in vars(reward):
         raise TypeError(f"{reward.__name__} is declared twice: a reward scores groups or batches")
     for name, value in (("scored_together", scores), ("max_size", max_size)):

@@ -80,7 +80,6 @@ class RewardModelClient:
         ]
 
     def _sample(self, t: Trajectory) -> Document | NoResult:
-        """Return the conversation for the reward model, or why there is none."""
         if isinstance(t.outcome, NoResult):
             return t.outcome
         row = t.prompt.row

@@ -23,8 +23,6 @@ from ptf.rl.rewards.declarations import first_lines
 from ptf.rl.worker_messages import Fault
 from ptf.rl.worker_process import CallQueue, QueuedCall, WorkerProcess
 
-Outcome = Reward | NoResult
-
 
 class RewardWorkers:
     """One reward in `processes` worker processes, which `close` ends. Raises UserError if it is no reward."""
@@ -44,7 +42,7 @@ class RewardWorkers:
         self.retried = 0  # responses that were scored once more
         self.reported = False  # whether a fault of these responses was printed; the others are only counted
 
-    def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Outcome]:
+    def score(self, items: Sequence[tuple[Mapping[str, Any], str]]) -> list[Reward | NoResult]:
         """Return the outcomes of responses to different prompts, each a row and a text, in order."""
         with GroupScoring(Rewards()) as scoring:
             for number, (row, text) in enumerate(items):
@@ -160,14 +158,13 @@ class GroupScoring(contextlib.AbstractContextManager["GroupScoring"]):
         call.future.add_done_callback(self.ended.put)
         self.responses[numbers[0]][0].calls.put(call)
 
-    def outcomes(self) -> dict[int, list[Outcome]]:
+    def outcomes(self) -> dict[int, list[Reward | NoResult]]:
         """Return the outcomes of the responses of each group."""
         until = time.monotonic() + max((workers.within_s for workers in self.batches), default=0.0)
         for numbers in self.batches.values():
             self._call(numbers)
-        outcomes: list[Outcome] = [NoResult("it was not scored: scoring took longer than compute.timeout_s")] * len(
-            self.responses
-        )
+        late = NoResult("it was not scored: scoring took longer than compute.timeout_s")
+        outcomes: list[Reward | NoResult] = [late] * len(self.responses)
         retries = [0] * len(self.responses)
         with contextlib.suppress(Empty):  # no more time
             while self.waiting:
@@ -188,7 +185,7 @@ class GroupScoring(contextlib.AbstractContextManager["GroupScoring"]):
         return {number: [outcomes[i] for i in numbers] for number, numbers in self.groups.items()}
 
 
-def outcomes_of(reply: Any, count: int) -> list[Outcome]:
+def outcomes_of(reply: Any, count: int) -> list[Reward | NoResult]:
     """Return a reply of a reward's process as the outcomes of `count` responses: a Fault has no result."""
     if isinstance(reply, Fault):
         return [NoResult(reply.reason)] * count

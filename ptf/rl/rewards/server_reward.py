@@ -24,7 +24,6 @@ from ptf.workspace.credentials import HIDDEN, SHORTEST, redacted
 LONGEST_WAIT_S = 30.0  # before a retry, whatever the server asks for
 SHOWN = 300  # characters of a reply in a message
 ERROR_BYTES = 4096  # of the body of an error that are read
-HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
 
 
 class RequestFault(Exception):
@@ -32,11 +31,7 @@ class RequestFault(Exception):
 
 
 class _PassingFault(Exception):
-    """One request failed, and may not fail again after `wait_s` seconds."""
-
-    def __init__(self, reason: str, wait_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.wait_s = wait_s
+    """One request failed, and may not fail again: the reason, and the seconds that the server asks to wait for."""
 
 
 def raise_if_less(name: str, value: Any, least: float, *, whole: bool = True) -> None:
@@ -94,7 +89,8 @@ class ServerReward:
         secret is not in the environment."""
         reward = cls(**args)
         reward.secret_headers()
-        return [f"reward: {reward.asks} {reward.address}, up to {reward.max_concurrent_calls} at once"]
+        address = urlsplit(reward.url)._replace(query="", fragment="").geturl()  # without what follows the path
+        return [f"reward: {reward.asks} {address}, up to {reward.max_concurrent_calls} at once"]
 
     def secret_headers(self) -> dict[str, str]:
         """Return the headers whose values are in environment variables. Raises UserError, which names no value."""
@@ -102,11 +98,6 @@ class ServerReward:
         if self.bearer_from_env is not None:
             headers["Authorization"] = f"Bearer {_variable(self.bearer_from_env, 'Authorization')}"
         return headers
-
-    @property
-    def address(self) -> str:
-        """Return the address without what follows the path, for messages."""
-        return urlsplit(self.url)._replace(query="", fragment="").geturl()
 
     async def post(self, body: Any) -> Any:
         """Return the JSON that the server answers to a body. Raises RequestFault."""
@@ -118,10 +109,11 @@ class ServerReward:
             try:
                 return await self._attempt(content)
             except _PassingFault as error:
+                reason, asked_s = error.args
                 if attempt == self.retries:
                     count = f" (request {attempt + 1} of {attempt + 1})" if attempt else ""
-                    raise RequestFault(f"{error}{count}") from None
-                await asyncio.sleep(self._wait(attempt, error.wait_s))
+                    raise RequestFault(f"{reason}{count}") from None
+                await asyncio.sleep(self._wait(attempt, asked_s))
 
     async def _attempt(self, content: bytes) -> Any:
         """Return the JSON that the server answers. Raises RequestFault, and _PassingFault where a retry may help."""
@@ -129,12 +121,14 @@ class ServerReward:
             async with asyncio.timeout(self.timeout_s):
                 status, headers, data = await self._exchange(content)
         except TimeoutError:
-            raise _PassingFault(f"no reply within {self.timeout_s} s") from None
+            raise _PassingFault(f"no reply within {self.timeout_s} s", None) from None
         except httpx.TransportError as error:
-            raise _PassingFault(self.shown(f"{type(error).__name__}: {error}")) from None
+            raise _PassingFault(self.shown(f"{type(error).__name__}: {error}"), None) from None
         if 300 <= status < 400:
-            leads_to = self.shown(headers.get("Location", "nowhere"))
-            raise RequestFault(f"HTTP {status}: redirects are refused, and this one leads to {leads_to}")
+            raise RequestFault(
+                f"HTTP {status}: redirects are refused, and this one leads to "
+                f"{self.shown(headers.get('Location', 'nowhere'))}"
+            )
         if status in (408, 429) or status >= 500:
             raise _PassingFault(f"HTTP {status}: {self._beginning(data)}", retry_after(headers.get("Retry-After", "")))
         if not 200 <= status < 300:
@@ -163,7 +157,12 @@ class ServerReward:
     def _client(self) -> httpx.AsyncClient:
         """The connections, made with the first request. This machine is reached without a proxy."""
         return httpx.AsyncClient(
-            headers={**HEADERS, **self.secret_headers()},
+            headers={
+                "Content-Type": "application/json",
+                "Accept": "application/json",
+                "Accept-Encoding": "identity",
+                **self.secret_headers(),
+            },
             timeout=None,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             mounts=mounts(self.url),
@@ -171,7 +170,6 @@ class ServerReward:
         )
 
     def _beginning(self, data: bytes) -> str:
-        """Return the beginning of a body, for a message."""
         return self.shown(data[:ERROR_BYTES].decode(errors="replace"))
 
     def shown(self, text: str) -> str:
@@ -203,7 +201,6 @@ def _variable(name: str, header: str) -> str:
 def retry_after(value: str) -> float | None:
     """Return the seconds of a header `Retry-After`, which is a number or a date; None if it is neither."""
     try:
-        until = float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time.time()
-        return max(0.0, until)
+        return max(0.0, float(value) if value[:1].isdigit() else parsedate_to_datetime(value).timestamp() - time.time())
     except (TypeError, ValueError, OverflowError):
         return None

@@ -237,6 +237,6 @@ def test_arguments_that_cannot_be_used_are_refused(args: dict[str, Any], message
 
 
 def test_the_query_of_the_base_stays_behind_the_path() -> None:
-    made = JudgeReward(url="https://host/base/?api-version=1", model="m", prompt=PROMPT)
-    assert made.url == "https://host/base/chat/completions?api-version=1"
-    assert made.address == "https://host/base/chat/completions"
+    given = {"url": "https://host/base/?api-version=1", "model": "m", "prompt": PROMPT}
+    assert JudgeReward(**given).url == "https://host/base/chat/completions?api-version=1"
+    assert "at https://host/base/chat/completions, up to 64" in JudgeReward.first_lines(**given)[0]
