@@ -32,11 +32,10 @@ class Words:
 def command(argv: Sequence[str]) -> str | None:
     """Return the first of `COMMANDS` in a command line, or None. A word after an option is the option's value, not a
     command (`--datastore spin`)."""
-    before = ("", *argv)
     return next(
         (
             word
-            for last, word in zip(before, argv, strict=False)
+            for last, word in zip(("", *argv), argv, strict=False)
             if word in COMMANDS and (last in FLAGS or not last.startswith("--"))
         ),
         None,
@@ -98,11 +97,10 @@ def rewrite(words: Words, recipes: tuple[str, ...], default: Path) -> tuple[list
 
 def tags(job: Job) -> list[str]:
     """Return the tags to find a run in Metaflow's client: `recipe:sft`, `model:…`, and `data:…` for each source."""
-    recipe = job.recipe if isinstance(job.recipe, str) else job.recipe.use
     return [
         tag[:TAG]
         for tag in (
-            f"recipe:{recipe}",
+            f"recipe:{job.recipe if isinstance(job.recipe, str) else job.recipe.use}",
             f"model:{job.model.path}",
             *(f"data:{name}" for name in list(job.data.sources)[:TAGS]),
         )

@@ -151,7 +151,6 @@ class PostTrainFlow(FlowSpec):
         return [Path(self._job().output) / run_name]
 
     def _stage(self, work: Callable[[Job, Artifact], Artifact]) -> None:
-        """Do a step's work on the artifact."""
         with self._reporting_errors():
             self.artifact = work(self._job(), self._artifact())
 
@@ -169,10 +168,9 @@ class PostTrainFlow(FlowSpec):
             sys.exit(redacted(str(ended)))
         except UserError as error:
             print(redacted(str(error)), file=sys.stderr)
+            # without retries, 1: Metaflow's message is clearer
             retried = current.retry_count < (system_context.max_user_code_retries or 0)
-            sys.exit(
-                METAFLOW_EXIT_DISALLOW_RETRY if retried else 1
-            )  # without retries, 1: Metaflow's message is clearer
+            sys.exit(METAFLOW_EXIT_DISALLOW_RETRY if retried else 1)
 
     def _enter_environment(self) -> None:
         """Set the variables of `flow.stages.NAME.env_vars` from the environment variables that they refer to, whose

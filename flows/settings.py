@@ -17,7 +17,6 @@ from metaflow.user_decorators.user_flow_decorator import FlowMutator
 from ptf.workspace.credentials import REFERENCE
 
 SUFFIXES = (".py", ".yaml", ".json")  # files to package; directories named `runs` are excluded
-PACKAGED = ("ptf", "steps", "flows")
 
 
 def decorators(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -53,7 +52,7 @@ class FromConfig(FlowMutator):
         """Return the files that a task on another machine imports and reads, with their names in the code package, its
         working directory."""
         files: list[tuple[str, str, ContentType]] = []
-        for name in PACKAGED:
+        for name in ("ptf", "steps", "flows"):
             files += _below(Path(str(resources.files(name))))
         checkout = Path(__file__).parents[1]
         if (checkout / "pyproject.toml").is_file():  # the config of a `job:` path is read on the step's machine

@@ -101,8 +101,7 @@ def publish(job: Job, artifact: Artifact) -> Artifact:
         if begun and now is not None and now == before and not job.publish.max_regression:
             raise Worse(f"not published: {metric} is {now:.4g} as before")
         artifact = stages.publish(job, artifact)
-        values = [f"{value:.4g}" for value in (before, now) if value is not None]
-        how = f"published: {metric} {' → '.join(values)}"
+        how = f"published: {metric} {' → '.join(f'{value:.4g}' for value in (before, now) if value is not None)}"
     except Worse as worse:
         how = str(worse)
     print(f"retrain: {how}", flush=True)

@@ -42,14 +42,16 @@ def tokenize(job: Job, artifact: Artifact) -> Artifact:
         print("tokenize: nothing to do, because tokenization happens during training", flush=True)
         return artifact
 
+    from ptf.train import tokenize as tokenizing
     from ptf.train.job_tokenizer import job_tokenizer
-    from ptf.train.tokenize import SETTINGS
-    from ptf.train.tokenize import tokenize as tokenized
 
     resolved = artifact.resolve(job)
     tokenizer = job_tokenizer(resolved, Path(job.output) / artifact.run_name, job.verify_bytes)
-    made = tokenized(resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *SETTINGS))
-    return artifact.with_changes(tokenized=made)
+    return artifact.with_changes(
+        tokenized=tokenizing.tokenize(
+            resolved, tokenizer, len(os.sched_getaffinity(0)), fingerprint(job, *tokenizing.SETTINGS)
+        )
+    )
 
 
 def train(job: Job, artifact: Artifact) -> Artifact:
@@ -69,8 +71,9 @@ def evaluate(job: Job, artifact: Artifact) -> Artifact:
     from ptf.evaluate.evaluation import evaluate_run
 
     assert artifact.run is not None
-    metrics = evaluate_run(artifact.resolve(job), Path(artifact.run))
-    return artifact.with_changes(metrics={**artifact.metrics, **metrics})
+    return artifact.with_changes(
+        metrics={**artifact.metrics, **evaluate_run(artifact.resolve(job), Path(artifact.run))}
+    )
 
 
 def publish(job: Job, artifact: Artifact) -> Artifact:
@@ -102,7 +105,6 @@ def raise_if_unknown_run(run_name: str, directories: Sequence[Path]) -> None:
 
 
 def _run_stages(job: Job, run_name: str) -> None:
-    """Run all stages of another job."""
     artifact = Artifact(run_name=run_name)
     for stage in (prepare, tokenize, train, evaluate, publish):
         artifact = stage(job, artifact)

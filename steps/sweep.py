@@ -11,18 +11,17 @@ from ptf.errors import UserError
 
 def measured_by(job: Job) -> dict[str, Any]:
     """Return, by key, the settings that must be the same in all trials: those of measurement and publication."""
-    values, rollout = job.evaluate.model_dump(), job.rollout
-    reward = job.evaluate.reward or (rollout.reward if rollout else None)
+    rollout = job.rollout
     return {
         "recipe": job.recipe,
         "output": job.output,
         "publish": job.publish,
         "flow": job.flow,
-        "evaluate": values,
+        "evaluate": job.evaluate.model_dump(),
         "data.validation": job.data.validation,
         "data.prepare": job.data.prepare,
         "data.seq_len": job.data.seq_len,
-        "the reward": reward,
+        "the reward": job.evaluate.reward or (rollout and rollout.reward),
         "rollout.environment": rollout and rollout.environment,
         "rollout.play": rollout and rollout.play,
         "rollout.harness": rollout and rollout.harness,
