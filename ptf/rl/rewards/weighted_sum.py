@@ -17,7 +17,6 @@ from ptf.rl.rewards.declarations import (
 from ptf.rl.worker_messages import Fault
 
 Parts = Sequence[Mapping[str, Any]]  # each {use, args, weight}
-KEYS = {"use", "args", "weight"}
 
 
 def plugin_of(part: Mapping[str, Any]) -> Plugin:
@@ -60,8 +59,9 @@ class WeightedSum:
 
     def __init__(self, *, parts: Parts) -> None:
         self.parts = [Part(part) for part in parts]
-        alone = {part.max_concurrent_calls == 1 for part in self.parts}
-        self.is_coroutine = any(part.is_coroutine for part in self.parts) or len(alone) > 1
+        self.is_coroutine = any(part.is_coroutine for part in self.parts) or (
+            len({part.max_concurrent_calls == 1 for part in self.parts}) > 1
+        )
         overlapping = [part for part in self.parts if part.is_coroutine or part.max_concurrent_calls > 1]
         self.max_concurrent_calls = min((part.max_concurrent_calls for part in overlapping), default=1)
 
@@ -74,10 +74,7 @@ class WeightedSum:
         return sum((part.weighed(part(row, text, episode)) for part in self.parts), 0.0)
 
     async def _sum_concurrently(self, row: Mapping[str, Any], text: str, episode: EpisodeView | None) -> float:
-        total = 0.0
-        for part in self.parts:
-            total += part.weighed(await overlapping_call(part, row, text, episode))
-        return total
+        return sum([part.weighed(await overlapping_call(part, row, text, episode)) for part in self.parts], 0.0)
 
     @staticmethod
     def sees_episodes(*, parts: Parts) -> bool:
@@ -96,7 +93,7 @@ class WeightedSum:
             raise UserError("parts: it must be a list of rewards, each {use, args, weight}")
         for number, part in enumerate(parts):
             where = f"parts.{number}"
-            if not isinstance(part, Mapping) or "use" not in part or not part.keys() <= KEYS:
+            if not isinstance(part, Mapping) or "use" not in part or not part.keys() <= {"use", "args", "weight"}:
                 raise UserError(f"{where}: a part is {{use, args, weight}}, this one is {str(part)[:60]}")
             weight = part.get("weight", 1.0)
             if isinstance(weight, bool) or not isinstance(weight, int | float):

@@ -119,7 +119,6 @@ class Link:
             return next(e for e in kind.__mro__ if e in (ValueError, LookupError, OSError, Exception))(*arguments)
 
     def _called_back(self, number: int, positional: Any, by_name: Any) -> None:
-        """Call a function that the tests gave the response, and send its result."""
         args, named = decode(positional, self.received), decode(by_name, self.received)
         try:
             result = ["called", "value", encode(self.functions[number](*args, **named), self.sent)]

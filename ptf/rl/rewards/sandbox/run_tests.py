@@ -22,16 +22,15 @@ from ptf.errors import UserError
 from ptf.rl.event_loop import run_coroutine
 from ptf.rl.rewards.sandbox.cells import MODES, Cell, spare_uid
 
-PROCESSES, FILES_MIB = 32, 16
 STARTS_WITHIN_S = 60.0
-ROOT = str(Path(__file__).parents[4])
 COMMAND = [
     sys.executable,
     "-P",
     "-s",
     "-S",
     "-c",
-    f"import sys; sys.path.insert(0, {ROOT!r}); from ptf.rl.rewards.sandbox.judgement import main; main()",
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[4])!r}); "
+    "from ptf.rl.rewards.sandbox.judgement import main; main()",
 ]
 ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
@@ -74,7 +73,15 @@ def command(mode: str, seconds: float, memory_mib: int, wall_s: float, **more: A
     """Return the command that starts a judging process."""
     readable, path = directories()
     cell = Cell(
-        mode, seconds, memory_mib, PROCESSES, FILES_MIB, readable, path, bubblewrap=shutil.which("bwrap") or "", **more
+        mode=mode,
+        seconds=seconds,
+        memory_mib=memory_mib,
+        processes=32,
+        files_mib=16,
+        readable=readable,
+        path=path,
+        bubblewrap=shutil.which("bwrap") or "",
+        **more,
     )
     return [*COMMAND, json.dumps({**cell._asdict(), "place": tempfile.gettempdir(), "wall_s": wall_s})]
 
@@ -124,11 +131,6 @@ async def run_tests(
             await asyncio.wait_for(process.wait(), STARTS_WITHIN_S)
         except TimeoutError:
             process.kill()
-    return verdict_of(reply)
-
-
-def verdict_of(reply: bytes) -> Verdict:
-    """Return the verdict in what the process of the tests wrote. Raise SandboxFault where it could not judge."""
     found: dict[str, Any] = json.loads(reply) if reply else {"error": "its process died"}
     if "error" in found:
         raise SandboxFault(found["error"])
