@@ -212,13 +212,13 @@ GPUS = """
         for group in (policy, critic, policy):
             with cluster.phase(group, "turn"):
                 pass
+        histories = [group.call("history") for group in (policy, rollout, critic)]
         try:
             cluster.start(RoleSpec("wide", Echo, "w", MeshSizes(shard=3)))
             refused = ""
         except UserError as error:
             refused = str(error)
-        print("SAID", json.dumps([devices, *[group.call("history") for group in (policy, rollout, critic)], refused]),
-              flush=True)
+        print("SAID", json.dumps([devices, *histories, refused]), flush=True)
         cluster.close()
 """
 
