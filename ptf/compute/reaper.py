@@ -29,20 +29,16 @@ def family(home: Path) -> list[psutil.Process]:
     by_pid: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if _belongs(process, str(home)):
+            command = process.cmdline()
+            if not command or "ptf.compute.reaper" in command:
+                continue
+            renamed = command[0].startswith("ray::")  # helpers and workers, which log into the directory
+            if any(str(home) in part for part in command) or (
+                renamed and any(str(home) in file.path for file in process.open_files())
+            ):
                 by_pid[process.pid] = process
                 by_pid |= {child.pid: child for child in process.children(recursive=True)}
     return list(by_pid.values())
-
-
-def _belongs(process: psutil.Process, home: str) -> bool:
-    command = process.cmdline()
-    if "ptf.compute.reaper" in command or not command:
-        return False
-    renamed = command[0].startswith("ray::")  # helpers and workers hide their command line, but log into the directory
-    return any(home in part for part in command) or (
-        renamed and any(home in file.path for file in process.open_files())
-    )
 
 
 def end(home: Path, grace_s: float, processes: Sequence[psutil.Process] = ()) -> None:

@@ -21,6 +21,8 @@ weights in four bits, rankings (`evaluate.ranking`), the transports nccl and ipc
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -146,7 +148,14 @@ class HFDecoder(Model):
         assert attend is None, "generation with a cache needs the native decoder or an engine"
         index, back = document_places(segments)
         if self.switches_at is not None:
-            self._raise_if_mixed_lengths(segments, self.switches_at)
+            limit, lengths = self.switches_at, segments[segments >= 0].unique_consecutive(return_counts=True)[1]
+            lengths = lengths[lengths > 1]  # one token attends to itself with any frequencies
+            if len(lengths) and int(lengths.min()) <= limit < int(lengths.max()):
+                raise UserError(
+                    f"model.backend: hf: with longrope, transformers computes different logits for "
+                    f"documents of at most {limit} tokens if their batch has a longer one (here {int(lengths.max())}). "
+                    f"Train documents of at most {limit} tokens (data.seq_len: {limit}), or longer ones alone"
+                )
         if self.table_rows < self.config.vocab and int(largest := tokens.max()) >= self.table_rows:
             raise UserError(
                 f"model.backend: hf: token {int(largest)} stands for an image or a sound in "
@@ -163,19 +172,11 @@ class HFDecoder(Model):
         """The number of tokens beyond which the rotary frequencies of all documents of a batch change, if they do."""
         parameters = getattr(self.text_config, "rope_parameters", None) or {}
         by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-        found = [rope for rope in (parameters, *by_layer_type) if rope.get("rope_type") == "longrope"]
-        limits = [rope.get("original_max_position_embeddings") for rope in found]
+        limits = [
+            rope.get("original_max_position_embeddings")
+            for rope in [rope for rope in (parameters, *by_layer_type) if rope.get("rope_type") == "longrope"]
+        ]
         return min((int(limit) for limit in limits if limit), default=None)
-
-    def _raise_if_mixed_lengths(self, segments: Tensor, limit: int) -> None:
-        lengths = segments[segments >= 0].unique_consecutive(return_counts=True)[1]
-        lengths = lengths[lengths > 1]  # one token attends to itself with any frequencies
-        if len(lengths) and int(lengths.min()) <= limit < int(lengths.max()):
-            raise UserError(
-                f"model.backend: hf: with longrope, transformers computes different logits for "
-                f"documents of at most {limit} tokens if their batch has a longer one (here {int(lengths.max())}). "
-                f"Train documents of at most {limit} tokens (data.seq_len: {limit}), or longer ones alone"
-            )
 
     def output(self) -> Head | Scalar:
         """Return the head that `head_fn` is given. Call it inside `forward` only."""
@@ -199,8 +200,10 @@ class HFDecoder(Model):
     @override
     def hf_names(self) -> set[str]:
         values = self._stored()
-        tensors = in_stored_form(self.hf, values, lambda name: torch.empty_like(values[name], device="meta"))
-        return {name for name, _ in tensors}
+        return {
+            name
+            for name, _ in in_stored_form(self.hf, values, lambda name: torch.empty_like(values[name], device="meta"))
+        }
 
     @override
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -228,7 +231,15 @@ class HFDecoder(Model):
 
     @override
     def raise_if_outside(self, key: str, patterns: Sequence[str]) -> None:
-        self.outside.raise_if_named(key, patterns)
+        def match(pattern: str, names: Collection[str]) -> bool:
+            return any(fnmatchcase(part, pattern) for n in names for part in accumulate(n.split("."), "{}.{}".format))
+
+        inside = [name for name, _ in self.hf.named_parameters()]
+        if found := [p for p in patterns if match(p, self.outside.shapes) and not match(p, inside)]:
+            raise UserError(
+                f"{key}: {', '.join(found)} is outside the language model of {self.hf.config.model_type}, and only "
+                "that is trained, on text; the rest goes to the export as it is. Leave it out"
+            )
 
     @override
     def notes(self) -> list[str]:

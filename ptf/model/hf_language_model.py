@@ -8,9 +8,7 @@ checkpoint and to compare logits, the parts are put back for a moment.
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Sequence
-from fnmatch import fnmatchcase
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,8 +35,10 @@ def multimodal_class(c: Any) -> Any:
     """Return transformers' class of models with a language model that writes text about other inputs, or None."""
     from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-    kinds = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
-    return next((kind for kind in kinds if type(c) in kind._model_mapping), None)
+    return next(
+        (kind for kind in (AutoModelForImageTextToText, AutoModelForMultimodalLM) if type(c) in kind._model_mapping),
+        None,
+    )
 
 
 def tied(c: Any) -> bool:
@@ -83,19 +83,6 @@ class Outside:
         self.shapes = {n: shapes[n] for n in before - set(hf.state_dict())}  # of the tensors of a checkpoint
         self.buffers = buffers - {n for n, _ in hf.named_buffers(remove_duplicate=False)}
         self.drawn: dict[str, Tensor] = {}  # values of random tensors
-
-    def raise_if_named(self, key: str, patterns: Sequence[str]) -> None:
-        """Raise UserError naming the patterns of a config's key that match only what is outside."""
-
-        def match(pattern: str, names: Collection[str]) -> bool:
-            return any(fnmatchcase(part, pattern) for n in names for part in accumulate(n.split("."), "{}.{}".format))
-
-        inside = [name for name, _ in self.hf.named_parameters()]
-        if found := [p for p in patterns if match(p, self.shapes) and not match(p, inside)]:
-            raise UserError(
-                f"{key}: {', '.join(found)} is outside the language model of {self.hf.config.model_type}, and only "
-                "that is trained, on text; the rest goes to the export as it is. Leave it out"
-            )
 
     def _find(self, module: nn.Module, inside: set[int]) -> None:
         for name, child in module.named_children():

@@ -98,7 +98,15 @@ class MappedModel(Model):
             yield from self.under_hf_names(merged_weights(self))
             return
         with TensorFiles(source, self.aliases) as files:
-            yield from self.under_hf_names(merged_weights(self, self._original_weights(files)))
+            shapes = weight_shapes(self)
+            mappings = {ours: (mapping, i) for mapping in self.mappings() for i, ours in enumerate(mapping.ours)}
+
+            def original(name: str) -> Tensor:
+                mapping, i = mappings[name]
+                whole = tuple(slice(0, n) for n in shapes[name])
+                return mapping.read(i, whole, self._reader(files), self.config.experts)
+
+            yield from self.under_hf_names(merged_weights(self, original))
 
     def under_hf_names(self, values: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of values by our names: weights, or anything of their shapes.
@@ -111,17 +119,6 @@ class MappedModel(Model):
             )
         for name in own_tensors(self):
             yield OWN + name, whole(values(name))
-
-    def _original_weights(self, files: TensorFiles) -> Callable[[str], Tensor]:
-        """Return a function that reads the whole weight of a unified name from a checkpoint."""
-        shapes = weight_shapes(self)
-        mappings = {ours: (mapping, i) for mapping in self.mappings() for i, ours in enumerate(mapping.ours)}
-
-        def original(name: str) -> Tensor:
-            mapping, i = mappings[name]
-            return mapping.read(i, tuple(slice(0, n) for n in shapes[name]), self._reader(files), self.config.experts)
-
-        return original
 
     def _reader(self, files: TensorFiles) -> Callable[[str, Slices], Tensor]:
         """Return a function that reads a slice of a tensor by its name in a mapping."""
@@ -154,8 +151,9 @@ class MappedModel(Model):
         ignorable = {f"{family.prefix}lm_head.weight"} if self.config.tied or self.config.head != "lm" else set()
         ignorable |= {HF_NAME} if self.config.head != "scalar" else set()
         if self.factory.constructors:  # the checkpoint may hold tensors of components that were replaced
-            usual = family.mappings_for(standard_shapes(self))
-            ignorable |= {name for mapping in usual for name in self.names_of(mapping)}
+            ignorable |= {
+                name for mapping in family.mappings_for(standard_shapes(self)) for name in self.names_of(mapping)
+            }
         problems = [f"missing: {n}" for n in sorted(set(shapes) - files.names)]
         problems += [f"unexpected: {n}" for n in sorted(extra - ignorable)]
         for name in sorted(set(shapes) & files.names):

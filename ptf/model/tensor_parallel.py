@@ -87,11 +87,6 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     return cast("Tensor", _Exchange.apply(x, group, _summed_slice, _gathered))
 
 
-def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum x over the ranks, each of which goes on with the sum in its own way: so are its gradients summed."""
-    return cast("Tensor", _Exchange.apply(x, group, _summed, _summed))
-
-
 @dataclass(frozen=True, slots=True)
 class ParamSharding:
     """How the ranks hold one parameter."""
@@ -139,8 +134,9 @@ def normalise_width(module: Any, own: Callable[..., Tensor], group: ProcessGroup
     """Normalise over a width of which each rank has a slice: [B, T, n / ranks] is divided by the root mean square of
     all n."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = sum_over(wide.square().mean(-1, keepdim=True), group) / group.size()
-    return module.weight * (wide * torch.rsqrt(mean + module.eps)).to(x.dtype)
+    # each rank goes on with the sum in its own way: so are its gradients summed
+    total = cast("Tensor", _Exchange.apply(wide.square().mean(-1, keepdim=True), group, _summed, _summed))
+    return module.weight * (wide * torch.rsqrt(total / group.size() + module.eps)).to(x.dtype)
 
 
 def mix(module: Any, own: Callable[..., Tensor], group: ProcessGroup, x: Tensor, real: Tensor) -> Tensor:
@@ -240,7 +236,12 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
                 module._parameters[p] = sharded[id(whole)]
         if shardings:
             module.__class__ = _localised(type(module), shardings)  # type: ignore[assignment]
-        _wire(module, style, group)
+        own = module.forward
+        inner = own if style.forward is None else functools.partial(style.forward, module, own, group)
+        if style.sequence_parallel:
+            module.forward = functools.partial(_of_sequence_parallel, inner, group)
+        elif style.forward is not None:
+            module.forward = inner
     if unknown:
         raise UserError(
             f"compute.mesh.tensor_parallel_size: ptf/model/sharding.py does not say how to shard {', '.join(unknown)}; "
@@ -250,15 +251,6 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
     if model.config.head == "lm":
         model.vocab_start = group.rank() * (model.config.padded // group.size())
     _fill_up(model, group)
-
-
-def _wire(module: nn.Module, style: ParallelStyle, group: ProcessGroup) -> None:
-    own = module.forward
-    inner = own if style.forward is None else functools.partial(style.forward, module, own, group)
-    if style.sequence_parallel:
-        module.forward = functools.partial(_of_sequence_parallel, inner, group)
-    elif style.forward is not None:
-        module.forward = inner
 
 
 def _of_sequence_parallel(inner: Callable[..., Tensor], group: ProcessGroup, x: Tensor, *more: Any) -> Tensor:

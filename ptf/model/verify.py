@@ -333,7 +333,11 @@ class Reference:
             yield from self._judged(_Result(long=self._long(ours)))
             # experts compute tokens of all documents together, in as many rows as there are
             least = FACTOR * max(self.errors["random tokens"], LEAST) if ours.config.experts else 0.0
-            leak = self._leak(ours, [x.detach() for x in logits])
+            leak = 0.0  # how much logits change with the tokens of every other document in the sequence
+            for rest in (0, 1):
+                others = torch.where(segments % 2 == rest, (tokens + 1) % ours.config.vocab, tokens)
+                changed = self._split(_logits(ours, others, positions, segments))
+                leak = max(leak, logit_error(changed[1 - rest :: 2], [x.detach() for x in logits[1 - rest :: 2]]))
             yield Deviation("fp32, leak between documents", 0.0, leak, least, "pass" if leak <= least else "fail")
             ours.bfloat16()
             result = _Result(self._split(_logits(ours, tokens, positions, segments)), self._long(ours))
@@ -353,16 +357,6 @@ class Reference:
         long = cast(Tensor, self.inputs.long)[None]
         inputs = long, torch.arange(long.shape[1])[None], torch.zeros_like(long), self.inputs.kept
         return _with_cosines(ours.layers[0], lambda: _logits(ours, *inputs)[0])
-
-    def _leak(self, ours: Decoder, logits: Sequence[Tensor]) -> float:
-        """Return how much logits change with the tokens of every other document in the sequence."""
-        tokens, positions, segments = self.inputs.packed()
-        worst = 0.0
-        for rest in (0, 1):
-            others = torch.where(segments % 2 == rest, (tokens + 1) % ours.config.vocab, tokens)
-            changed = self._split(_logits(ours, others, positions, segments))
-            worst = max(worst, logit_error(changed[1 - rest :: 2], logits[1 - rest :: 2]))
-        return worst
 
     def _coefficients(self, ours: Decoder) -> list[str]:
         """Return what differs in the weight of the load-balancing loss, which no logit shows."""
@@ -412,8 +406,7 @@ def _theirs(
     if torch.is_grad_enabled():
         gradients = stored_gradients(hf, [sums.get(p) for p in hf.parameters()])
     sums.clear()  # the parameters' hooks hold it, and it them
-    loss = None if balance is None else float(balance.detach())
-    return _Result(logits, long, gradients, loss, outputs)
+    return _Result(logits, long, gradients, None if balance is None else float(balance.detach()), outputs)
 
 
 def their_balance(hf: Any, documents: Iterable[Tensor]) -> Tensor | None:

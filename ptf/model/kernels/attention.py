@@ -54,8 +54,14 @@ def sdpa(layer: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) ->
     # and 2.2 ms, forward and backward together.
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
         return sdpa(layer, q.float(), k.float(), v.float(), visible).to(q.dtype)
-    if soft_cap_of(layer) is not None:
-        return _softcapped(layer, q, k, v, visible)
+    if soft_cap_of(layer) is not None:  # torch's attention has no soft-capped scores
+        assert layer.sinks is None, "no family has both"
+        q = q.unflatten(1, (k.shape[1], -1)) * layer.scale  # [n, kv_heads, group, Tq, D]
+        scores = soft_capped(q @ k[:, :, None].mT, soft_cap_of(layer))
+        if visible is None:
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        return (weights @ v[:, :, None]).flatten(1, 2)
     if layer.sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=True, scale=layer.scale
@@ -102,17 +108,6 @@ def soft_cap_of(layer: nn.Module) -> float | None:
 def soft_capped(scores: Tensor, cap: float | None) -> Tensor:
     """Return cap · tanh(scores / cap), or the scores where there is no cap."""
     return scores if cap is None else cap * (scores / cap).tanh()
-
-
-def _softcapped(layer: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """Run attention with soft-capped scores, which torch's attention does not have; arguments as in `sdpa`."""
-    assert layer.sinks is None, "no family has both"
-    q = q.unflatten(1, (k.shape[1], -1)) * layer.scale  # [n, kv_heads, group, Tq, D]
-    scores = soft_capped(q @ k[:, :, None].mT, soft_cap_of(layer))
-    if visible is None:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
-    return (weights @ v[:, :, None]).flatten(1, 2)
 
 
 class InsideDocuments:
