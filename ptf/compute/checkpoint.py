@@ -109,13 +109,12 @@ def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimi
             state, storage_reader=dcp_files.TensorReader(f"{directory}/{TENSORS}"), no_dist=world.meshes.dense is None
         )
         # frozen weights are absent; dcp.load has raised for anything else that is missing
-        options = StateDictOptions(strict=False)
         set_state_dict(
             model,
             optimizer,
             model_state_dict=state["model"],
             optim_state_dict={**moments, **state["optimizer"]},
-            options=options,
+            options=StateDictOptions(strict=False),
         )
 
 
@@ -194,8 +193,7 @@ class Checkpoints:
         # newer checkpoints are damaged, and will be written again
         done = [other for other in self.finished if other <= step]
         keep = {*done[: self.config.keep], *self.ranked()[:1]}
-        present = {*_numbers(storage.children(self.root))}
-        for old in sorted(other for other in present - keep if other <= step):
+        for old in sorted(other for other in {*_numbers(storage.children(self.root))} - keep if other <= step):
             self.lease.check()
             storage.remove(self.path(old))
 

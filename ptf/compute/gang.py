@@ -125,10 +125,9 @@ class Gang:
         self._monitor = Monitor(label, ray.util.get_node_ip_address())
         self._pool = pool or make_pool([1] * workers, use_gpu=use_gpu, timeout_s=timeout_s)
         threads = threads or default_threads(min(workers, max(self._pool.store)))
-        passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment = {
             "OMP_NUM_THREADS": str(threads),
-            **passed_on,
+            **{name: os.environ[name] for name in PASSED_ON if name in os.environ},
             **(env or {}),
             ADDRESS: self._monitor.address,
         }

@@ -45,8 +45,7 @@ class StepLines:
     ) -> None:
         self._lease, self._digest, self._count = lease, hashlib.sha256(), 0
         exists = path.is_file()
-        rows = [row for row in read_metrics(path) if row["step"] <= resumed]
-        text = self._encode(rows)
+        text = self._encode([row for row in read_metrics(path) if row["step"] <= resumed])
         if expected and self.state != expected:
             if exists:
                 raise UserError(

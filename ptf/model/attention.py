@@ -75,8 +75,9 @@ class LatentAttention(nn.Module):
         self.to_queries = ("q_proj",) if rank is None else ("q_a_proj", "q_a_norm", "q_b_proj")  # one after the other
         self.kv_a_proj = factory.linear(f"{path}.kv_a_proj", c.dim, width + c.latent.rotated, c.qkv_bias)
         self.kv_a_norm = RMSNorm(width, c.latent.norm_eps, c.norm_offset, factory.kernels)
-        each = c.head_dim - c.latent.rotated + c.value_dim
-        self.kv_b_proj = factory.linear(f"{path}.kv_b_proj", width, c.heads * each)
+        self.kv_b_proj = factory.linear(
+            f"{path}.kv_b_proj", width, c.heads * (c.head_dim - c.latent.rotated + c.value_dim)
+        )
         self.o_proj = factory.linear(f"{path}.o_proj", c.heads * c.value_dim, c.dim, c.out_bias)
 
     def forward(self, x: Tensor, rope: Table, attend: Attend) -> Tensor:

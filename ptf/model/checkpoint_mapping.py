@@ -149,8 +149,9 @@ class Concatenate(TensorMapping):
     @override
     def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
         before, rows = sum(self.rows[:which]), part[self.dim]
-        theirs = slice(before + rows.start, before + rows.stop)
-        return read(self.other, (*part[: self.dim], theirs, *part[self.dim + 1 :]))
+        return read(
+            self.other, (*part[: self.dim], slice(before + rows.start, before + rows.stop), *part[self.dim + 1 :])
+        )
 
     @override
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

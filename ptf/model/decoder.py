@@ -133,8 +133,9 @@ class Decoder(MappedModel):
         Linear attention would need the state after the prefix. A component of the user's own could mix tokens in
         another way; a head cannot.
         """
-        linear = any(layer.delta for layer in self.config.layers)
-        return not linear and all(path == "head" for path in self.factory.constructors)
+        return not any(layer.delta for layer in self.config.layers) and all(
+            path == "head" for path in self.factory.constructors
+        )
 
     @property
     @override

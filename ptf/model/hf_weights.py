@@ -69,8 +69,9 @@ def fill_from(
         fill(name, stored.shape(source), source, partial(stored.read, source))
     for name, (converter, sources) in groups.items():
         for source, pattern in sources:
-            everything = tuple(slice(0, n) for n in stored.shape(source))
-            converter.add_tensor(name, source, pattern, stored.read(source, everything))
+            converter.add_tensor(
+                name, source, pattern, stored.read(source, tuple(slice(0, n) for n in stored.shape(source)))
+            )
         try:
             made = converter.convert(name, model=hf, config=hf.config)
         except Exception as error:  # whatever a conversion raises, the tensors do not fit
@@ -162,8 +163,9 @@ def in_stored_form(hf: Any, names: Collection[str], value: Callable[[str], Tenso
 
     conversions = getattr(hf, "_weight_conversions", None)
     if conversions is None:  # those that `revert_weight_conversion` reverts then
-        known = get_model_conversion_mapping(hf, add_legacy=False)
-        conversions = [one for one in known if not isinstance(one, PrefixChange)]
+        conversions = [
+            one for one in get_model_conversion_mapping(hf, add_legacy=False) if not isinstance(one, PrefixChange)
+        ]
     inverted = [one.reverse_transform() for one in reversed(conversions)]
     converters = [one for one in inverted if isinstance(one, WeightConverter)]
     groups: dict[str, list[str]] = {}

@@ -35,8 +35,7 @@ class LayerFactory:
 
     def linear(self, path: str, d_in: int, d_out: int, bias: bool = False) -> Linear:
         """Construct a projection, plain or with an adapter. Every projection of a decoder is made here."""
-        lora = self.lora if self.lora and self.lora.adapts(path) else None
-        linear = Linear(d_in, d_out, bias, lora, self.kernels)
+        linear = Linear(d_in, d_out, bias, self.lora if self.lora and self.lora.adapts(path) else None, self.kernels)
         self.quantise_weight(linear, "weight", f"{path}.weight")
         return linear
 

@@ -198,8 +198,9 @@ class LossWorkspace:
             drawn = None if self.targets is None else self.targets[block]
             slack, rounding = self.slack[block], ROUNDING[self.x.dtype]
             for part in blocks(logprobs, NUCLEUS_BYTES):
-                mine = None if drawn is None else drawn[part]
-                slack[part] = nucleus(logprobs[part], self.processing.top_p, mine, rounding)
+                slack[part] = nucleus(
+                    logprobs[part], self.processing.top_p, None if drawn is None else drawn[part], rounding
+                )
         return logprobs
 
     def _place(self, block: slice) -> slice:

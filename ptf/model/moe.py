@@ -103,8 +103,7 @@ class _BiasOfRows(Function):
         (ends,) = ctx.saved_tensors
         grad = grads[0].contiguous()
         # grouped products need rows of a multiple of 16 bytes: one column of ones would do
-        ones = grad.new_ones(len(grad), 16 // grad.element_size())
-        return F.grouped_mm(ones.t(), grad, offs=ends)[:, 0], None, None
+        return F.grouped_mm(grad.new_ones(len(grad), 16 // grad.element_size()).t(), grad, offs=ends)[:, 0], None, None
 
 
 def wide_projection(module: Linear, x: Tensor) -> Tensor:

@@ -46,8 +46,9 @@ def quantise_weight(module: Any, weight: str, name: str, form: str) -> None:
         raise UserError(f"model.quantization: the rows of {name} have {shape[-1]} values, not a multiple of {block}")
     delattr(module, weight)
     for part, width in (("codes", shape[-1] // 2), ("scales", shape[-1] // block * FORMS[form].SCALE_BYTES)):
-        values = torch.zeros(*shape[:-1], width, dtype=torch.uint8)
-        module.register_parameter(f"{weight}_{part}", Parameter(values, requires_grad=False))
+        module.register_parameter(
+            f"{weight}_{part}", Parameter(torch.zeros(*shape[:-1], width, dtype=torch.uint8), requires_grad=False)
+        )
     module.quantised[weight] = QuantisedWeight(f"{weight}_codes", f"{weight}_scales", shape, form)
 
 

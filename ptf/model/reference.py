@@ -185,5 +185,6 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         wanted = torch.cat([wanted, wanted[[len(text) - 1 for text in two]]])
         return rounding.difference(torch.stack(theirs), wanted)
     ours = bridge.load(directory, factory=factory)
-    hidden = _loaded(AutoModel, directory)(input_ids=ids).last_hidden_state
-    return rounding.difference(ours.head(hidden)[0].float(), wanted)
+    return rounding.difference(
+        ours.head(_loaded(AutoModel, directory)(input_ids=ids).last_hidden_state)[0].float(), wanted
+    )

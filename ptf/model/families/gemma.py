@@ -110,10 +110,11 @@ GEMMA2_DEFAULTS = {  # the reference's, where a config.json has none
 
 def _gemma2(c: Config) -> DecoderConfig:
     table, types = rope(c), types_of_layers(c, 2)
-    window = Layer(table, c["sliding_window"])
     return DecoderConfig(
         **common(c),
-        layers=layers_by_type(c, types, full_attention=Layer(table), sliding_attention=window),
+        layers=layers_by_type(
+            c, types, full_attention=Layer(table), sliding_attention=Layer(table, c["sliding_window"])
+        ),
         **biases(c),
         attention_scale=c["query_pre_attn_scalar"] ** -0.5,
         attention_softcap=c["attn_logit_softcapping"],

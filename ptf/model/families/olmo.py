@@ -96,13 +96,12 @@ def _exaone4(c: Config) -> DecoderConfig:
         },
     )
     table = rope(c)
-    whole = table if window is None else replace(table, partial=0.0)
     return DecoderConfig(
         **common(c),
         layers=layers_by_type(
             c,
             types_of_layers(c, pattern),
-            full_attention=Layer(whole),
+            full_attention=Layer(table if window is None else replace(table, partial=0.0)),
             sliding_attention=Layer(table, window),
         ),
         qk_norm=True,

@@ -111,5 +111,4 @@ class DocumentMasks:
 def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return how many blocks of each row are true, [B, 1, blocks], and all numbers of blocks, those first."""
     table = blocks[:, None].int()  # [B, 1, blocks, blocks]
-    order = table.argsort(dim=-1, descending=True, stable=True)
-    return table.sum(-1, dtype=torch.int32), order.int()
+    return table.sum(-1, dtype=torch.int32), table.argsort(dim=-1, descending=True, stable=True).int()
