@@ -152,7 +152,12 @@ def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s
     )
     own = contextlib.ExitStack()
     try:
-        own.enter_context(ray_authentication.own(_token(home / "auth_token")))
+        token = home / "auth_token"
+        token.touch(mode=0o600)  # a new secret that only this user can read
+        token.write_text(secrets.token_hex(32))
+        # it warns that the mode was unset
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+        own.enter_context(ray_authentication.own(token))
         # the variable is in lower case in Ray
         os.environ["RAY_gcs_server_port_wait_time_s"] = str(int(min(timeout_s, START_S)) or 1)  # noqa: SIM112
         with _sigterm_kept(), _loopback():
@@ -181,15 +186,6 @@ def _started(workdir: Path | None, cpus: int | None, gpus: int | None, timeout_s
         reaper.wait()
         if owner is not None:
             os.close(owner)
-
-
-def _token(path: Path) -> Path:
-    """Write a new secret that only this user can read."""
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    # it warns that the mode was unset
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    return path
 
 
 @contextlib.contextmanager

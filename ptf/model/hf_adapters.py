@@ -128,7 +128,6 @@ def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _paths(weights: Iterable[str]) -> list[str]:
-    """Return transformers' names of the modules of these weights."""
     return [weight.removeprefix(PREFIX).removesuffix(".weight") for weight in weights]
 
 

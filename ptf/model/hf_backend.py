@@ -288,26 +288,25 @@ class HFDecoder(Model):
             self.hf.get_submodule(owner)._parameters[leaf] = self.hf.get_parameter(other)
         if random:
             new: tuple[str, ...] = ()
-            self._draw(seed)
+            c = self.hf.config
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                drawn = _model_class(c, self.config.head).from_config(c, dtype=torch.float32, trust_remote_code=False)
+            values = drawn.state_dict()
+            self.outside.drawn = {name: values.pop(name) for name in self.outside.shapes}
+            for name, target in targets_of(self.hf).items():
+                fill(target, values[name].__getitem__)
         else:
             with TensorFiles(directory) as files:
                 new = fill_from_files(self, files)
         for name in new:
-            _initialise(name, self.hf.get_parameter(name), self.hf.config, seed)
+            std = getattr(self.hf.config, "initializer_range", None) or 0.02
+            generator = torch.Generator().manual_seed(keyed(seed, name))
+            parameter = self.hf.get_parameter(name)
+            fill(parameter, torch.empty(parameter.shape).normal_(0, std, generator=generator).__getitem__)
         init_adapters(self, seed)
         check(self)
         return new
-
-    def _draw(self, seed: int) -> None:
-        """Fill the model with the random weights that transformers gives a model of its config."""
-        c = self.hf.config
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            drawn = _model_class(c, self.config.head).from_config(c, dtype=torch.float32, trust_remote_code=False)
-        values = drawn.state_dict()
-        self.outside.drawn = {name: values.pop(name) for name in self.outside.shapes}
-        for name, target in targets_of(self.hf).items():
-            fill(target, values[name].__getitem__)
 
     def vocabulary_tables(self, names: Collection[str]) -> dict[str, str]:
         """See Model. Raise UserError for one that takes ids after its last token for images and sounds."""
@@ -483,10 +482,3 @@ def fill_from_files(model: HFDecoder, files: TensorFiles) -> tuple[str, ...]:
     if problems:
         raise UserError(f"model.path: {files.directory} does not fit its config.json:\n  " + "\n  ".join(problems))
     return new
-
-
-def _initialise(name: str, parameter: Tensor, c: Any, seed: int) -> None:
-    """Draw a new parameter, by seed and name."""
-    std = getattr(c, "initializer_range", None) or 0.02
-    generator = torch.Generator().manual_seed(keyed(seed, name))
-    fill(parameter, torch.empty(parameter.shape).normal_(0, std, generator=generator).__getitem__)

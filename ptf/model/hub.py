@@ -60,7 +60,6 @@ def fetch(path: str) -> Path:
 
 
 def _download(path: str) -> partial[str]:
-    """Return the call that downloads the files that training reads."""
     from huggingface_hub import snapshot_download
 
     id, revision = at_revision(path)

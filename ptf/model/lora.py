@@ -210,17 +210,16 @@ def merged_weights(model: nn.Module, original: Callable[[str], Tensor] | None = 
     pairs, quantised = adapters(model), quantised_weights(model)
     tensors = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
-    def own_weight(name: str) -> Tensor:
-        if (of := quantised.get(name)) is None:
-            return whole(tensors[name])
-        if original is not None:
-            return original(name).to(tensors[of.codes].device)
-        return FORMS[of.form].dequantise(whole(tensors[of.codes]), whole(tensors[of.scales]), torch.float32)
-
     def weight(name: str) -> Tensor:
+        if (of := quantised.get(name)) is None:
+            base = whole(tensors[name])
+        elif original is not None:
+            base = original(name).to(tensors[of.codes].device)
+        else:
+            base = FORMS[of.form].dequantise(whole(tensors[of.codes]), whole(tensors[of.scales]), torch.float32)
         if (adapter := pairs.get(name)) is None:
-            return own_weight(name)
-        base, a, b = own_weight(name), whole(tensors[adapter.a]), whole(tensors[adapter.b])
+            return base
+        a, b = whole(tensors[adapter.a]), whole(tensors[adapter.b])
         update = adapter.scale * (b.float() @ a.float())
         update = update.t() if adapter.transposed else update
         return (base.float() + update).to(torch.promote_types(base.dtype, a.dtype))

@@ -144,7 +144,6 @@ class PeftFormat(ABC):
         return torch.zeros(a, device=device), torch.zeros(b, device=device)
 
     def _write(self, mapping: TensorMapping, pairs: list[Pair]) -> list[Pair]:
-        """Convert pairs of ours into pairs of the file."""
         (a, b), *others = pairs
         if isinstance(mapping, Concatenate):
             return [(torch.cat([a for a, _ in pairs]), torch.block_diag(*(b for _, b in pairs)))]
@@ -158,7 +157,6 @@ class PeftFormat(ABC):
         return [(torch.cat((a, a2), 1), both)]
 
     def _read(self, mapping: TensorMapping, pairs: list[Pair]) -> list[Pair]:
-        """Convert pairs of the file into pairs of ours."""
         if isinstance(mapping, Stack):
             return [(torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs]))]
         if isinstance(mapping, Concatenate):

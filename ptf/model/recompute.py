@@ -117,7 +117,6 @@ def _in_host_memory(x: Tensor) -> saved_tensors_hooks:
 
 
 def _contexts(block: nn.Module, kept: _Kept | None) -> tuple[Any, Any]:
-    """Return the contexts of the forward pass and of the recomputation."""
     first, second = contextlib.nullcontext(), contextlib.nullcontext()
     if kept is not None:
         first, second = create_selective_checkpoint_contexts(kept.policy)

@@ -37,7 +37,6 @@ def reference(directory: Path, dtype: torch.dtype = torch.float32) -> "PreTraine
 
 
 def _kind(config: Any) -> Any:
-    """Return transformers' class of models that write text, by their config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM

@@ -454,7 +454,6 @@ def logit_error(found: Iterable[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def _mean_error(found: Iterable[Tensor], exact: Sequence[Tensor]) -> float:
-    """Return the norm of the difference, relative to that of the exact logits."""
     return _distance(torch.cat([x.double() for x in found]), torch.cat([x.double() for x in exact]))
 
 

@@ -47,7 +47,6 @@ MAPPINGS: tuple[TensorMapping, ...] = (
         for w in ("weight", "bias")
     ),
 )
-GLM_MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *NORMS, *MIXTURES)
 CARRIED = ("model.layers.{mtp}.",)
 DEFAULTS: Config = {  # the reference's where a config.json has none
     "n_routed_experts": 256,
@@ -220,5 +219,7 @@ def _random_glm(r: random.Random) -> Settings:
 FAMILIES = {
     "deepseek_v3": Family("deepseek_v3", _decoder, MAPPINGS, _random_latent, DEFAULTS, carried=CARRIED),
     "glm4_moe_lite": Family("glm4_moe_lite", _lite, MAPPINGS, _random_lite, LITE_DEFAULTS, carried=CARRIED),
-    "glm4_moe": Family("glm4_moe", _glm, GLM_MAPPINGS, _random_glm, GLM_DEFAULTS, carried=CARRIED),
+    "glm4_moe": Family(
+        "glm4_moe", _glm, (*OUTER, *ATTENTION, *NORMS, *MIXTURES), _random_glm, GLM_DEFAULTS, carried=CARRIED
+    ),
 }

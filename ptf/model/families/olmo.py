@@ -72,7 +72,6 @@ def _random_olmo3(r: random.Random) -> Settings:
     return c | random_types(r, c["num_hidden_layers"])
 
 
-EXAONE_MAPPINGS: tuple[TensorMapping, ...] = (*OUTER, *ATTENTION, *MLP, *POST_NORMS)
 EXAONE_DEFAULTS: Config = {  # the reference's where a config.json has none
     "num_key_value_heads": 32,
     "max_position_embeddings": 2048,
@@ -129,6 +128,11 @@ FAMILIES = {
     "olmo2": Family("olmo2", _olmo2, MAPPINGS, _random_olmo2, DEFAULTS, SILU),
     "olmo3": Family("olmo3", _olmo3, MAPPINGS, _random_olmo3, DEFAULTS, SILU),
     "exaone4": Family(
-        "exaone4", _exaone4, EXAONE_MAPPINGS, _random_exaone4, EXAONE_DEFAULTS, {**SILU, "attention_dropout": 0}
+        "exaone4",
+        _exaone4,
+        (*OUTER, *ATTENTION, *MLP, *POST_NORMS),
+        _random_exaone4,
+        EXAONE_DEFAULTS,
+        {**SILU, "attention_dropout": 0},
     ),
 }

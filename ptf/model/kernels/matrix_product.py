@@ -94,8 +94,6 @@ def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Linear(Function):
-    """x · weightᵀ + bias."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         of_x, of_weight, _ = ctx.needs_input_grad
