@@ -57,8 +57,7 @@ def tiles_of(n: int, *heads: Head, buffers: int = 1) -> Tiles:
     each = logit_bytes(heads[0]) * (buffers if device.type == "cuda" else 1)
     size = max(1, chunk_bytes(device) // (each * rows))
     block = max(1, min(size, chunk_bytes(device) // (4 * rows), rows_of_a_block(rows)))
-    whole = device.type == "cuda" or any(h.group is not None for h in heads)
-    return Tiles(n, size, size if whole else block)
+    return Tiles(n, size, size if (device.type == "cuda" or any(h.group is not None for h in heads)) else block)
 
 
 class WithGradients(Function):

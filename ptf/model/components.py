@@ -96,20 +96,6 @@ def constructor_values(model: "MappedModel", names: Iterable[str], seed: int) ->
     return values
 
 
-def fill_buffers(model: "MappedModel") -> None:
-    """Set the buffers of own components to what their constructors make.
-
-    Buffers are constants: nothing trains or exports them.
-    """
-    for path, make in model.factory.constructors.items():
-        module = model.get_submodule(path)
-        if any(True for _ in module.buffers()):
-            with torch.device("cpu"):
-                constant = dict(make().named_buffers())
-            for name, buffer in module.named_buffers():
-                buffer.copy_(constant[name])
-
-
 def own_files(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Callable[[Slices], Tensor]]:
     """Return how to read the own tensors that an export left beside its checkpoint, by name; {} where there are none.
 

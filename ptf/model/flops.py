@@ -104,8 +104,7 @@ class _Tally:
         scores = q or k or (m.sinks is not None and m.sinks.requires_grad)
         width = m.o_proj.in_features if isinstance(m.o_proj, nn.Linear) else 0
         # forward QK, backward dQ and dK; forward PV, backward dP and dV
-        products = width * (1 + q + k) + width * (1 + scores + v)
-        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * products
+        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * (width * (1 + q + k) + width * (1 + scores + v))
         return self.chain(m.o_proj, scores or v)
 
     def linear_attention(self, m: GatedDeltaNet, upstream: bool) -> bool:
@@ -127,8 +126,7 @@ class _Tally:
         k = v or narrow
         values = m.o_proj.in_features
         keys = values // m.value_dim * m.head_dim
-        products = keys * (1 + q + k) + values * (1 + (q or k) + v)
-        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * products
+        self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * (keys * (1 + q + k) + values * (1 + (q or k) + v))
         return self.chain(m.o_proj, q or v)
 
     def mlp(self, m: MLP, upstream: bool) -> bool:

@@ -259,8 +259,7 @@ class HFDecoder(Model):
         """See Model: those outside the language model, and those that transformers ignores, such as layers that predict
         further tokens."""
         renamed, groups = self._assigned(files.names)
-        converted = {source for _, sources in groups.values() for source, _ in sources}
-        left = files.names - {*renamed.values()} - converted
+        left = files.names - {*renamed.values()} - {source for _, sources in groups.values() for source, _ in sources}
         other_heads = HEADS if self.config.head == "scalar" else f".{SCORE}.weight"
         return {name for name in left if not f".{name}".endswith(other_heads)}
 

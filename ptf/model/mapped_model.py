@@ -20,7 +20,6 @@ from ptf.model.components import (
     abbreviated,
     constructor_values,
     file_of,
-    fill_buffers,
     own_files,
     own_tensors,
     standard_shapes,
@@ -172,7 +171,13 @@ class MappedModel(Model):
             self.head._parameters["weight"] = self.get_parameter("embed.weight")
         new = self._draw(seed) if random else self._read(directory, seed)
         init_adapters(self, seed)
-        fill_buffers(self)
+        for path, make in self.factory.constructors.items():  # buffers are constants: nothing trains or exports them
+            module = self.get_submodule(path)
+            if any(True for _ in module.buffers()):
+                with torch.device("cpu"):
+                    constant = dict(make().named_buffers())
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(constant[name])
         return new
 
     def _read(self, directory: Path, seed: int) -> tuple[str, ...]:

@@ -267,5 +267,4 @@ def load_balancing_loss(routings: list[Routing]) -> Tensor:
     """Return the load-balancing loss over all layers together, as in Hugging Face; `top_k` for an even load."""
     tokens = torch.stack([r.tokens for r in routings]).sum().clamp(min=1)
     chosen = torch.stack([r.chosen for r in routings]).sum(0)
-    probability = torch.stack([r.probability for r in routings]).sum(0)
-    return len(chosen) * (chosen / tokens * probability / tokens).sum()
+    return len(chosen) * (chosen / tokens * torch.stack([r.probability for r in routings]).sum(0) / tokens).sum()
