@@ -300,7 +300,12 @@ class Reference:
         found: list[Deviation] = []
         try:
             ours = bridge.load(self.directory, factory=LayerFactory(kernels=TORCH))
-            problems = self._coefficients(ours) + (round_trip(ours, self.directory) if change is None else [])
+            problems = round_trip(ours, self.directory) if change is None else []
+            # no logit shows the weight of the load-balancing loss
+            theirs, moe = getattr(self.hf_config, "router_aux_loss_coef", None), ours.config.moe
+            known = self.exact.balance is not None and theirs is not None
+            if known and moe is not None and moe.router_aux_loss_coef != theirs:
+                problems.insert(0, f"router_aux_loss_coef is {moe.router_aux_loss_coef} instead of {theirs}")
             if change is not None:
                 change(ours)
             for finding in self._findings(ours):
@@ -357,14 +362,6 @@ class Reference:
         long = cast(Tensor, self.inputs.long)[None]
         inputs = long, torch.arange(long.shape[1])[None], torch.zeros_like(long), self.inputs.kept
         return _with_cosines(ours.layers[0], lambda: _logits(ours, *inputs)[0])
-
-    def _coefficients(self, ours: Decoder) -> list[str]:
-        """Return what differs in the weight of the load-balancing loss, which no logit shows."""
-        theirs = getattr(self.hf_config, "router_aux_loss_coef", None)
-        if self.exact.balance is None or theirs is None or ours.config.moe is None:
-            return []
-        mine = ours.config.moe.router_aux_loss_coef
-        return [] if mine == theirs else [f"router_aux_loss_coef is {mine} instead of {theirs}"]
 
 
 def _theirs(

@@ -52,22 +52,19 @@ def rope(
     if kind == "yarn":
         factor = parameters.get("factor") or c["max_position_embeddings"] / original
         low, high = parameters.get("beta_slow") or 1.0, parameters.get("beta_fast") or 32.0
-        scale = _yarn_scale(factor, parameters)
+
+        def at(m: float) -> float:
+            return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        # the attention factor (YaRN, eq. 22): 0.1 ln(factor) + 1, unless the config gives another
+        if (scale := parameters.get("attention_factor")) is not None:
+            scale = float(scale)
+        elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
+            scale = at(parameters["mscale"]) / at(parameters["mscale_all_dim"])
+        else:
+            scale = at(1.0)
         return Rope(base, kind, factor, original, low, high, parameters.get("truncate", True), scale, share)
     return Rope(base, kind, parameters.get("factor", 1.0), partial=share)
-
-
-def _yarn_scale(factor: float, parameters: Config) -> float:
-    """Return the attention factor (YaRN, eq. 22): 0.1 ln(factor) + 1, unless the config gives another."""
-
-    def at(m):
-        return 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if (factor_in_config := parameters.get("attention_factor")) is not None:
-        return float(factor_in_config)
-    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        return at(parameters["mscale"]) / at(parameters["mscale_all_dim"])
-    return at(1.0)
 
 
 def types_of_layers(c: Config, every: int, others: str = "sliding_attention") -> Sequence[str]:
