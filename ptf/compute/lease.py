@@ -61,11 +61,6 @@ class Process:
         """Whether the process is on this machine."""
         return bool(self.boot) and (self.boot, self.namespace) == _machine()
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process is known to have ended, which only its own machine knows."""
-        return self.is_here and _started(self.pid) != self.started
-
 
 def _machine() -> tuple[str, str]:
     try:
@@ -235,7 +230,12 @@ def _take(uri: str, process: Process) -> int:
         text = _text(uri)
         before = None if text is None else Record.read(text, uri)
         record = Record(before.token + 1 if before else 1, process, time.time(), time.monotonic())
-        if before is None or before.released or before.holder.is_gone:
+        # that a holder has ended only its own machine knows
+        if (
+            before is None
+            or before.released
+            or (before.holder.is_here and _started(before.holder.pid) != before.holder.started)
+        ):
             if _swap(uri, record.text, text):
                 return record.token
             continue  # another process was first
