@@ -181,7 +181,7 @@ def called_function(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(f"{where}: a tool call must be an object with a function's `name` and `arguments`")
-    arguments = parse_json(function.get("arguments") or {}, f"{where}: the arguments of {function['name']}")
+    arguments = parse_json(function.get("arguments") or {}, f"{where}: the arguments of {function['name']}", "are")
     return {**function, "arguments": arguments}
 
 
@@ -227,14 +227,14 @@ def parse_turns(text: str, name: str) -> str | list[Message]:
     return messages
 
 
-def parse_json(value: Any, what: str) -> Any:
+def parse_json(value: Any, what: str, verb: str = "is") -> Any:
     """Return the value of a string of JSON; anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value, object_hook=JsonObject)
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{what} is not JSON that can be read ({str(e)[:80]}): {value[:80]!r}") from None
+        raise UserError(f"{what} {verb} not JSON that can be read ({str(e)[:80]}): {value[:80]!r}") from None
 
 
 def without_nulls(value: Any) -> Any:

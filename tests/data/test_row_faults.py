@@ -56,7 +56,7 @@ BAD = {
     ),
     "deep arguments": (
         line(messages=[ASKED, CALL]).replace("ARGUMENTS", NESTED.replace('"', r"\"")),
-        "the arguments of f is not JSON",
+        "the arguments of f are not JSON that can be read",
     ),
     "a weight beyond all numbers": (line(weight=10**400), "the row's `weight` must be a number above 0"),
     "a weight that vanishes": (line(weight=1e-60), "the row's `weight` must be a number above 0"),
