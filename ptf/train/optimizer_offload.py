@@ -29,7 +29,7 @@ class OffloadedMoments:
         for number, group in enumerate(optimizer.param_groups):
             for parameters in buckets(group["params"], limit):
                 self.buckets.append((number, parameters, OffloadedTensors(None, pinned, first)))
-                first += sum(map(_bytes_of_averages, parameters))
+                first += sum(2 * local(parameter).nbytes for parameter in parameters)
 
     def step(self) -> None:
         """Make one step of the optimizer, bucket by bucket."""
@@ -67,7 +67,7 @@ def buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        own = _bytes_of_averages(parameter)
+        own = 2 * local(parameter).nbytes
         if bucket and size + own > limit:
             yield bucket
             bucket, size = [], 0
@@ -75,11 +75,6 @@ def buckets(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.
         size += own
     if bucket:
         yield bucket
-
-
-def _bytes_of_averages(parameter: nn.Parameter) -> int:
-    shard = local(parameter)
-    return 2 * shard.numel() * shard.element_size()
 
 
 def local(tensor: Tensor) -> Tensor:
