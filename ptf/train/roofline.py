@@ -255,16 +255,6 @@ def head_costs(gpu: Gpu, positions: int, dim: int, vocab: int, chunk_bytes: int,
     return costs
 
 
-def optimizer_costs(gpu: Gpu, parameters: float, optimizer: str = "adamw") -> Costs:
-    """Return the costs of clipping and AdamW over the fp32 shards of one rank."""
-    costs = Costs(gpu)
-    costs.add("clipping", bytes_=12 * parameters)
-    costs.add("AdamW", bytes_=28 * parameters)
-    if optimizer == "adamw_8bit":  # both moments from 8 bits to fp32 and back
-        costs.add("conversion of moments", bytes_=2 * 2 * (1 + 4) * parameters)
-    return costs
-
-
 def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     """Return the bound of an SFT step of the job on `gpus` GPUs of a kind; `directory` needs only a config.json.
 
@@ -307,7 +297,11 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     exposed = passes * max(0.0, sent / (speeds.link * LINK) - step.total)
     whole = Costs(speeds)
     whole.merge(step, passes)
-    whole.merge(optimizer_costs(speeds, trained / gpus, job.train.optimizer))
+    shards = trained / gpus  # of one rank, in fp32
+    whole.add("clipping", bytes_=12 * shards)
+    whole.add("AdamW", bytes_=28 * shards)
+    if job.train.optimizer == "adamw_8bit":  # both moments from 8 bits to fp32 and back
+        whole.add("conversion of moments", bytes_=2 * 2 * (1 + 4) * shards)
     seconds = whole.total + exposed
     work = passes * Flops.of(model).step(lengths, tokens)
     operators = dict(sorted(whole.seconds.items(), key=lambda item: -item[1]))
