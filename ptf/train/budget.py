@@ -141,7 +141,9 @@ class _Run:
     def _moments(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Iterator[Memory]:
         """Yield the memory at the moments that may be the fullest."""
         sharded, head = self.shards > 1, sizes.head if sizes.root_trained else 0
-        saved, before_last, again = self._saved(layers), self._saved(layers[:-1]), self._recomputed(layers)
+        saved, before_last = self._saved(layers), self._saved(layers[:-1])
+        partly = {"none": 0.0, "selective": max(of.everything - of.products for of in layers)}
+        again = partly.get(self.recomputed, max(of.everything for of in layers))  # what a backward pass computes again
 
         def at(activations: float, blocks: int, elements: int = 0, fp32: int = 0, logits: float = 0.0) -> Memory:
             """Return it with so many layers, embedding and head gathered, and with other elements in the dtype of the
@@ -208,11 +210,6 @@ class _Run:
     def _bucket(sizes: _Sizes) -> float:
         """Return the most bytes of fp32 averages that the optimizer's step has at once, if it goes by bucket."""
         return min(8.0 * sizes.trained, max(BUCKET_BYTES, 8.0 * sizes.largest))
-
-    def _recomputed(self, layers: list[ActivationBytes]) -> float:
-        """Return the bytes per token that a layer's backward pass computes again."""
-        again = {"none": 0.0, "selective": max(of.everything - of.products for of in layers)}
-        return again.get(self.recomputed, max(of.everything for of in layers))
 
     def _saved(self, layers: list[ActivationBytes]) -> float:
         """Return the bytes per token on the device that these layers keep for the backward pass."""
