@@ -61,9 +61,18 @@ def _publish(job: Job, run: Path, artifact: Artifact, lease: Lease) -> Artifact:
     gate.raise_if_worse(job, comparisons)
     _raise_if_worse(job, artifact, published_versions.manifest(root))
     difference = _loaded_difference(resolved, run, Path(artifact.model))
-    staged = _stage_files(job, run, Path(artifact.model))
+    staged, alone = run / "publish", job.publish.what == "adapter"
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(artifact.model, staged, ignore=shutil.ignore_patterns(*WEIGHTS) if alone else None)
+    if job.publish.what != "merged":
+        shutil.copytree(run / "adapter", staged if alone else staged / "adapter", dirs_exist_ok=True)
     verdict, made_with = gate.describe(job, comparisons), provenance.read(run)
-    (staged / "README.md").write_text(card(job, artifact, made_with, _version_before(job, artifact.run_name), verdict))
+    # the version that the pointer named before this one
+    seen = published_versions.pointer(root)
+    counted = [*seen.before, seen.version] if seen else []
+    earlier = counted[: counted.index(artifact.run_name)] if artifact.run_name in counted else counted
+    before = storage.manifest_of(f"{root}/{earlier[-1]}") if earlier else None
+    (staged / "README.md").write_text(card(job, artifact, made_with, before, verdict))
     manifest = {
         "version": artifact.run_name,
         "job": dump(shown(resolved)),
@@ -112,15 +121,6 @@ def _loaded_difference(job: Job, run: Path, model: Path) -> float:
     return max(difference, adapter_difference(job, run, run / "adapter"))
 
 
-def _stage_files(job: Job, run: Path, model: Path) -> Path:
-    staged, alone = run / "publish", job.publish.what == "adapter"
-    shutil.rmtree(staged, ignore_errors=True)
-    shutil.copytree(model, staged, ignore=shutil.ignore_patterns(*WEIGHTS) if alone else None)
-    if job.publish.what != "merged":
-        shutil.copytree(run / "adapter", staged if alone else staged / "adapter", dirs_exist_ok=True)
-    return staged
-
-
 def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) -> None:
     """Set the pointer to the new version.
 
@@ -138,9 +138,8 @@ def _move_pointer(job: Job, artifact: Artifact, lease: Lease, is_there: bool) ->
             return
         _raise_if_worse(job, artifact, published_versions.manifest(root))  # again: others may have published meanwhile
         with lease.commit():
-            moved = published_versions.point(root, artifact.run_name, seen)
-        if moved:
-            return
+            if published_versions.point(root, artifact.run_name, seen):
+                return
     raise Retryable(
         f"all files of {root}/{artifact.run_name} are written, but the pointer could not be set to it: other processes "
         "keep publishing there"
@@ -168,14 +167,6 @@ def push(directory: Path, repository: str, version: str) -> None:
             "Check that HF_TOKEN is set and may write there; a resume tries again."
         ) from error
     print(f"pushed to {commit.commit_url}", flush=True)
-
-
-def _version_before(job: Job, run_name: str) -> Mapping[str, Any] | None:
-    """Return the manifest of the version that the pointer named before this one; None if there is none."""
-    seen = published_versions.pointer(job.versions)
-    counted = [*seen.before, seen.version] if seen else []
-    earlier = counted[: counted.index(run_name)] if run_name in counted else counted
-    return storage.manifest_of(f"{job.versions}/{earlier[-1]}") if earlier else None
 
 
 def _raise_if_worse(job: Job, artifact: Artifact, manifest: Mapping[str, Any] | None) -> None:
