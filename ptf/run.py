@@ -278,16 +278,23 @@ def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
 
 
 def write_job_file(job: Job, directory: Path) -> None:
-    """Write the run's job.yaml. Raises UserError, and keeps the file, if the job differs from it in a fixed key.
+    """Write the run's job.yaml, and where its plugins are found with the digests of their code. Raises UserError, and
+    keeps the file, if the job differs from it in a fixed key.
 
     A run that has made no step fixes no key: what its earlier attempts made is removed.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if then := begun_job(directory):
-        raise_if_fixed_keys_changed(then, job)
+    if begun := begun_job(directory):
+        raise_if_fixed_keys_changed(begun, job)
     for name in () if has_stepped(directory) else OF_THE_JOB:
         shutil.rmtree(directory / name, ignore_errors=True)
-    _write_plugins(job, directory)
+    file, values = directory / PLUGINS, job.model_dump()
+    if not all(use.startswith("ptf.") for use in uses(values)):
+        code = code_of(values).digests
+        then = json.loads(file.read_bytes())["code"] if file.is_file() else {}
+        if changed := [module for module in then if code.get(module) != then[module]]:
+            print(f"the code of {', '.join(changed)} has changed since this run was last trained", flush=True)
+        storage.write_text(str(file), json.dumps({"directories": plugin_path(), "code": code}))
     storage.write_text(str(directory / JOB), _sealed(directory, dump(job)))
 
 
@@ -301,18 +308,6 @@ def begun_job(directory: Path) -> Job | None:
     """Return the stored job of a run that has made a step; None for others, which begin anew."""
     text = read_job_file(directory) if has_stepped(directory) else None
     return loads(text) if text else None
-
-
-def _write_plugins(job: Job, directory: Path) -> None:
-    """Write where the job's plugins are found and the digests of their code; say which modules have changed since."""
-    file, values = directory / PLUGINS, job.model_dump()
-    if all(use.startswith("ptf.") for use in uses(values)):
-        return
-    code = code_of(values).digests
-    then = json.loads(file.read_bytes())["code"] if file.is_file() else {}
-    if changed := [module for module in then if code.get(module) != then[module]]:
-        print(f"the code of {', '.join(changed)} has changed since this run was last trained", flush=True)
-    storage.write_text(str(file), json.dumps({"directories": plugin_path(), "code": code}))
 
 
 def read_job_file(directory: Path) -> str | None:
