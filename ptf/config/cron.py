@@ -1,7 +1,12 @@
 """Schedules of deployed flows, as cron writes them."""
 
-MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
-CRON_NAMES = ((), (), (), MONTHS, ("sun", "mon", "tue", "wed", "thu", "fri", "sat"))
+CRON_NAMES = (
+    (),
+    (),
+    (),
+    ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"),
+    ("sun", "mon", "tue", "wed", "thu", "fri", "sat"),
+)
 
 
 def schedule(text: str) -> bool:

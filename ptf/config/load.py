@@ -178,13 +178,11 @@ def _differences(old: Any, new: Any, key: str) -> Iterator[str]:
         for name in old | new:
             yield from _differences(old.get(name, ABSENT), new.get(name, ABSENT), f"{below}{name}" if name else key)
     elif old != new:
-        yield f"{key}: {_shown(old)} → {_shown(new)}"
-
-
-def _shown(value: Any) -> str:
-    if value is ABSENT:
-        return "absent"
-    return json.dumps(value.model_dump() if isinstance(value, Section) else value, ensure_ascii=False)
+        both = (
+            "absent" if value is ABSENT else json.dumps(value, default=Section.model_dump, ensure_ascii=False)
+            for value in (old, new)
+        )
+        yield f"{key}: {' → '.join(both)}"
 
 
 def _at(values: Any, section: str) -> Any:

@@ -103,11 +103,9 @@ def json_schema() -> dict[str, Any]:
             if property.get("additionalProperties") == (plugin := {"$ref": "#/$defs/SourcePlugin"}):
                 forms = [plugin, {"type": "object", "additionalProperties": plugin}, {"type": "null"}]
                 definition["properties"][name] = {"anyOf": forms, "description": property["description"]}
+    extends = TypeAdapter(str | list[str]).json_schema() | {"description": "Files that this one is put over."}
     for job in kinds:
-        properties = schema["$defs"][job.__name__]["properties"]
-        properties["extends"] = TypeAdapter(str | list[str]).json_schema() | {
-            "description": "Files that this one is put over."
-        }
+        schema["$defs"][job.__name__]["properties"]["extends"] = extends
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "ptf config",

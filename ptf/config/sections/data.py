@@ -118,6 +118,4 @@ class DataConfig(Section):
         """Number of samples that the packer of a partition may choose from to fill a sequence: more where two or three
         long samples seldom fill one, and fewer for short sequences, those of trials with few rows (a sample may wait
         for as many others)."""
-        if self.seq_len >= LONG_SEQUENCE:
-            return LOOKAHEAD_OF_LONG
-        return max(1, min(LOOKAHEAD, self.seq_len // 8))
+        return LOOKAHEAD_OF_LONG if self.seq_len >= LONG_SEQUENCE else max(1, min(LOOKAHEAD, self.seq_len // 8))
