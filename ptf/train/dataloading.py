@@ -89,10 +89,9 @@ def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World
     The number of steps of a run that ends with its data is always exact. Raises UserError if there is nothing to train
     on, or if warm-up and decay do not fit into the run.
     """
-    few = is_cheap(partitions)
-    if world.leads and (few or not partitions.mixture.endless):
+    exact = is_cheap(partitions) or not partitions.mixture.endless
+    if world.leads and exact:
         print("train: counting the steps and passes that the data has", flush=True)
-
     plan = planned(
         partitions,
         job.train.global_batch_sequences,
@@ -100,7 +99,7 @@ def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World
         served=loader.served,
         total=lambda values: world.sum(values).tolist(),
         most=world.max,
-        exact=few or not partitions.mixture.endless,
+        exact=exact,
     )
     if not plan.steps[1]:
         raise UserError("data.sources: the data has no sample to train on")
@@ -144,14 +143,13 @@ def held_out_sequences(
 
     for name, spec in specs(data.validation, None, job.verify_bytes).items():
         file = quarantine / f"validation-{name}.jsonl" if quarantine else None
-        set_aside = Quarantine(file, data.max_bad_rows_share).add if data.max_bad_rows_share else None
         units = pack_units_once(
             {name: spec},
             tokenizer=tokenizer,
             encode=lambda row, source: recipe.encode(row, tokenizer, source),
             seq_len=data.seq_len,
             too_long=data.too_long,
-            set_aside=set_aside,
+            set_aside=Quarantine(file, data.max_bad_rows_share).add if data.max_bad_rows_share else None,
         )
         sets[name] = pack_all(units, data.seq_len)
     return sets

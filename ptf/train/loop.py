@@ -123,10 +123,7 @@ class Loop:
             micro = next(parts.loader)
         if self.step == 0:
             with self.clock.phase("loading"):
-                first: list[int] = []  # tokens of the first document
-                if micro:
-                    segments = micro[0].segments[0]
-                    first = micro[0].tokens[0][segments == segments[0]].tolist()
+                first = micro[0].tokens[0, : micro[0].lengths[0]].tolist() if micro else []  # of the first document
                 row = world.together(lambda: first)
                 source, precision = parts.source, parts.job.train.precision
                 compare_with_transformers(parts.model, source.directory, source.section, row, world, precision)
