@@ -25,8 +25,7 @@ def load(files: str | PathLike[str] | Sequence[str | PathLike[str]], overrides: 
     """Read a job from one YAML file, or from several that are merged left to right, and then apply `overrides`
     (`["train.lr=1e-4"]`). Plugins are imported and their arguments compared with their signatures. Raises ConfigError
     with every problem, each with its file and line."""
-    several = [files] if isinstance(files, str | PathLike) else files
-    return load_checked(*several, overrides=overrides)
+    return load_checked(*([files] if isinstance(files, str | PathLike) else files), overrides=overrides)
 
 
 def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:

@@ -20,7 +20,6 @@ from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
 EVALUATE = "ptf evaluate writes it anew"
-WITHOUT_STAMPS = "remove it: the card is then written without the stamps of the data"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ class Run:
     def artifact(self) -> Artifact:
         """Return the names that the stages of a flow pass on. Raises UserError where training has not ended."""
         self.raise_if_unfinished()
-        data = _record(self.directory, DATA, WITHOUT_STAMPS).get("data", {})
+        advice = "remove it: the card is then written without the stamps of the data"
+        data = _record(self.directory, DATA, advice).get("data", {})
         return Artifact(self.name, run=str(self.directory), model=str(self.model), metrics=self.metrics, data=data)
 
 

@@ -38,19 +38,16 @@ def show(preview: Preview, console: Console, *, conversations: bool = True) -> N
 
 
 def _conversation(number: int, episode: PreviewEpisode, console: Console) -> None:
-    console.print(f"\n{_title(number, episode)}", style="bold", markup=False)
-    if episode.reason is not None:
-        console.print(episode.reason, style="red", markup=False, soft_wrap=True)
-    for document in episode.documents:
-        console.print(marked(document, console.is_terminal), soft_wrap=True)
-
-
-def _title(number: int, episode: PreviewEpisode) -> str:
     prompt, outcome = episode.prompt, "not scored" if episode.reward is None else f"reward {episode.reward:g}"
     outcome = outcome if episode.reason is None else "no result"
     turns = "1 turn" if len(episode.turns) == 1 else f"{len(episode.turns)} turns"
     title = f"episode {number}: {prompt.source}, prompt {prompt.index}, {outcome}, {turns} in {episode.seconds:.3g} s"
-    return title if episode.complete or episode.reason else f"{title}, truncated at a limit"
+    cut = "" if episode.complete or episode.reason else ", truncated at a limit"
+    console.print(f"\n{title}{cut}", style="bold", markup=False)
+    if episode.reason is not None:
+        console.print(episode.reason, style="red", markup=False, soft_wrap=True)
+    for document in episode.documents:
+        console.print(marked(document, console.is_terminal), soft_wrap=True)
 
 
 def _times(preview: Preview) -> Table:

@@ -121,21 +121,14 @@ def measure_on_rank(text: str, directory: str) -> None:
             before, losses = start.load(world, plain, recipe.head, frozen=True), losses and losses / "start"
             of_start = measure_sequences(before, recipe, sets, job, world, beside, losses)
             metrics |= {START + name: value for name, value in of_start.items()}
-        metrics |= _length_baselines(sets)
+        for name, sequences in sets.items():
+            units = [unit for sequence in sequences for unit in sequence]
+            if all(len(unit) == 2 for unit in units):  # pairs: how often the chosen response is longer, a tie as half
+                trained = [(sample.loss_weights != 0).sum() for unit in units for sample in unit]
+                chosen, rejected = np.array(trained, np.int64).reshape(-1, 2).T
+                metrics[f"length_baseline_accuracy/{name}"] = float((np.sign(chosen - rejected) + 1).mean() / 2)
         if world.leads:
             storage.write_record(str(run / COMPARED), {"lineage": run.name, "metrics": metrics})
-
-
-def _length_baselines(sets: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-    """Return, of each set of pairs, the accuracy of preferring the longer response; equal lengths count half."""
-    found = dict[str, float]()
-    for name, sequences in sets.items():
-        units = [unit for sequence in sequences for unit in sequence]
-        if all(len(unit) == 2 for unit in units):
-            trained = [(sample.loss_weights != 0).sum() for unit in units for sample in unit]
-            chosen, rejected = np.array(trained, np.int64).reshape(-1, 2).T
-            found[f"length_baseline_accuracy/{name}"] = float((np.sign(chosen - rejected) + 1).mean() / 2)
-    return found
 
 
 @torch.no_grad()
@@ -193,8 +186,7 @@ def calibration_error(probabilities: np.ndarray, truth: np.ndarray, bins: int = 
     """Return the expected calibration error (Guo et al. 2017, eq. 3): the absolute difference between the mean
     probability and the share of true responses in each of `bins` equal intervals, averaged over responses."""
     inside = np.minimum((probabilities * bins).astype(int), bins - 1)
-    gaps = [abs(float((probabilities - truth)[inside == b].sum())) for b in range(bins)]
-    return sum(gaps) / len(truth)
+    return sum(abs(float((probabilities - truth)[inside == b].sum())) for b in range(bins)) / len(truth)
 
 
 def _engine_here(job: Job, model: Path) -> str | Plugin:

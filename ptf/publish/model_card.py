@@ -122,10 +122,9 @@ def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str
 
 
 def _serving(job: Job, artifact: Artifact, head: str) -> list[str]:
-    place = job.publish.hub or "DIRECTORY"
     kind, lora = "adapter" if job.publish.what == "adapter" else head, job.model.lora
     command = SERVE[kind].format(
-        place=place,
+        place=job.publish.hub or "DIRECTORY",
         base=base_model(_start(job, artifact)) or "BASE_MODEL",
         name=artifact.run_name,
         rank=lora.rank if lora else "",

@@ -36,15 +36,6 @@ def probe_tokens(model: Model) -> np.ndarray:
     return np.resize(model.text_tokens.numpy(), model.config.vocab)[tokens].astype(np.int32)
 
 
-def ended_tokens(model: Model, end: int, pad: int) -> np.ndarray:
-    """Return the probe's tokens as a reward model reads them: without padding, and with the end of a response at their
-    end and in their middle."""
-    tokens = probe_tokens(model)
-    tokens[tokens == pad] = end
-    tokens[[len(tokens) // 2 - 1, -1]] = end
-    return tokens
-
-
 @torch.no_grad()
 def probe(model: Model, world: World, tokens: Sequence[int] | np.ndarray | None = None) -> dict[str, list]:
     """Return tokens, by default `probe_tokens`, and the model's log-prob of each given the tokens before it; for
@@ -64,8 +55,7 @@ def _batch(tokens: np.ndarray, world: World) -> Batch:
 def logprobs_of(model: Model, tokens: np.ndarray, world: World) -> torch.Tensor:
     """Return the model's log-probs of tokens 1…n−1, on the CPU."""
     batch = _batch(tokens, world)
-    found = batch.through(model, partial(token_logprobs, **sampled_from(batch)))
-    return found.logprobs[0, :-1].float().cpu()
+    return batch.through(model, partial(token_logprobs, **sampled_from(batch))).logprobs[0, :-1].float().cpu()
 
 
 def head_output(x: torch.Tensor, head: Any) -> torch.Tensor:
@@ -83,7 +73,10 @@ def export(model: Model, source: Path, directory: Path, world: World, tokenizer:
     if model.config.head == "scalar":
         config = classifier_config(source, loaded)
         pad = config["pad_token_id"]
-        tokens = ended_tokens(model, next(iter(loaded.stop_ids), int(not pad)), pad)
+        # as a reward model reads them: without padding, and with the end of a response at their end and in their middle
+        tokens, end = probe_tokens(model), next(iter(loaded.stop_ids), int(not pad))
+        tokens[tokens == pad] = end
+        tokens[[len(tokens) // 2 - 1, -1]] = end
         files |= padding_files(place, loaded.hf.convert_ids_to_tokens(pad)) if pad != loaded.hf.pad_token_id else {}
     values = probe(model, world, tokens)
     if world.leads:

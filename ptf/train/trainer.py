@@ -69,8 +69,7 @@ def load_model(
         model.requires_grad_(False)
     # fp32 for weights that are trained or that an export must give back in fp32
     dtype = frozen_dtype(directory, precision, exported=not frozen)
-    rounds = dtype != torch.float32 and not frozen
-    hold_frozen(model, dtype, model.stored_in_fp32(directory) if rounds else ())
+    hold_frozen(model, dtype, model.stored_in_fp32(directory) if dtype != torch.float32 and not frozen else ())
     parallelize(model, world.meshes.dense, precision, recomputed=recomputed)
     new = model.give_weights(directory, world.device, random=spec.init == "random", seed=seed)
     if world.leads and new:
