@@ -51,7 +51,19 @@ class EngineSettings:
                 raise UserError(f"the rollout engine {self.kind.use} has no method `prompt_logprobs(tokens)`")
             return made
         if self.kind == "native":
-            return self._native(world, getattr(torch, dtype))
+            from ptf.rl.engines.native import PREFILL_TOKENS
+
+            return plugin.resolve(BACKENDS[self.model.backend if self.model else "ptf"].engine)(
+                self.directory,
+                device=world.device,
+                dtype=getattr(torch, dtype),
+                version=self.version,
+                factory=layer_factory_of(self.model, adapted=self.adapter) if self.model else None,
+                seed=self.seed,
+                offload_file=own_file(self.offload_path, world.rank),
+                continuous=self.continuous,
+                prefill_tokens=max(PREFILL_TOKENS, self.max_length) if world.device.type == "cuda" else None,
+            )
         from ptf.rl.engines.vllm_engine import VLLMEngine
 
         return VLLMEngine(
@@ -66,19 +78,4 @@ class EngineSettings:
             constrained_decoding=self.constrained_decoding,
             tensor=self.tensor_parallel_size,
             backend=self.model.backend if self.model else "ptf",
-        )
-
-    def _native(self, world: World, dtype: torch.dtype) -> RolloutEngine:
-        from ptf.rl.engines.native import PREFILL_TOKENS
-
-        return plugin.resolve(BACKENDS[self.model.backend if self.model else "ptf"].engine)(
-            self.directory,
-            device=world.device,
-            dtype=dtype,
-            version=self.version,
-            factory=layer_factory_of(self.model, adapted=self.adapter) if self.model else None,
-            seed=self.seed,
-            offload_file=own_file(self.offload_path, world.rank),
-            continuous=self.continuous,
-            prefill_tokens=max(PREFILL_TOKENS, self.max_length) if world.device.type == "cuda" else None,
         )

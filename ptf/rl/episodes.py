@@ -200,7 +200,10 @@ async def play_episode(episode: Episode, generate: Generate, version: int, strea
     except Exception as error:
         if policy.failure is not None:
             raise policy.failure from None
-        trajectory = policy.trajectory(NoResult(_reason(error, deadline.expired(), episode)), complete=False)
+        reason = str(error) if isinstance(error, UserError) else f"the rollout function raised {full_text(error)}"
+        if deadline.expired():
+            reason = f"the episode did not end within {episode.timeout_s:g} s (rollout.episode_timeout_s)"
+        trajectory = policy.trajectory(NoResult(reason), complete=False)
     if policy.failure is not None:
         raise policy.failure
     if not isinstance(trajectory, Trajectory):
@@ -211,10 +214,3 @@ async def play_episode(episode: Episode, generate: Generate, version: int, strea
     elif not policy.calls and not isinstance(trajectory.outcome, NoResult):
         trajectory = replace(trajectory, outcome=NoResult("the rollout function received no response from the policy"))
     return replace(trajectory, prompt=episode.prompt)
-
-
-def _reason(error: Exception, late: bool, episode: Episode) -> str:
-    """Return why an episode whose rollout function raised has no result."""
-    if late:
-        return f"the episode did not end within {episode.timeout_s:g} s (rollout.episode_timeout_s)"
-    return str(error) if isinstance(error, UserError) else f"the rollout function raised {full_text(error)}"

@@ -64,13 +64,6 @@ class FlightLedger:
             )
         return frozenset(map(tuple, known["computed"]))
 
-    def is_beside_update(self, slice_number: int, version: int) -> bool | None:
-        """Return whether a slice ran beside the update of the weights of `version`; None if it is not known."""
-        if (slice_number, version) in self.updates:
-            return False
-        known = self.slices.get(slice_number)
-        return None if known is None else known["beside_update"] and known["version"] == version
-
     def no_result(self, group: int, number: int, prompt: Prompt) -> Decided | None:
         """Return the end of an episode that had no result; None if that is not known."""
         known = self.no_results.get((group, number))

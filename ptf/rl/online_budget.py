@@ -11,7 +11,7 @@ what libraries take for their kernels, is not counted.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ptf.config import Job
@@ -121,7 +121,11 @@ def online_budget(
     update = budget(job, directory, gpus, room_gib=room_gib, mfu=mfu, gpu=gpu, recipe=recipe, beside={})
     engine = _engine(job, rollout, directory, room)
     transport = resolve_transport(job, gpu=True)
-    roles = {"policy": _policy(job, recipe, update, gpus), **_frozen(job, rollout, directory, recipe, gpus)}
+    policy = _trained(update, gpus, "update", "logprobs" if recipe.needs_old_logprobs else None)
+    # with LoRA, the policy without its adapters is the reference too
+    own = sorted(role for role, model in recipe.frozen_models.items() if not needs_weights(model, job.model))
+    phases = {**policy.phases, **dict.fromkeys(own, update.forward.total - policy.held)}
+    roles = {"policy": replace(policy, phases=phases), **_frozen(job, rollout, directory, recipe, gpus)}
     trained = [update]
     if recipe.critic is not None:
         trained.append(budget(job, directory, gpus, room_gib=room_gib, gpu=gpu, recipe=recipe.critic, beside={}))
@@ -143,13 +147,6 @@ def _trained(planned: Budget, workers: int, update: str, forward: str | None) ->
     if forward:
         phases[forward] = planned.forward.total - held
     return RoleMemory(workers, held, phases)
-
-
-def _policy(job: Job, recipe: Recipe, update: Budget, gpus: int) -> RoleMemory:
-    """Return the memory of the policy; with LoRA, the policy without its adapters is the reference too."""
-    memory = _trained(update, gpus, "update", "logprobs" if recipe.needs_old_logprobs else None)
-    own = sorted(role for role, model in recipe.frozen_models.items() if not needs_weights(model, job.model))
-    return RoleMemory(gpus, memory.held, {**memory.phases, **dict.fromkeys(own, update.forward.total - memory.held)})
 
 
 def _frozen(job: Job, rollout: RolloutConfig, directory: Path, recipe: Recipe, gpus: int) -> dict[str, RoleMemory]:

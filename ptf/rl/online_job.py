@@ -70,6 +70,11 @@ class OnlineJob:
             print(f"a response's context of {text}", flush=True)
         experts = sizes.moe is not None
         job = with_lora_sync(job, computes_on_gpu(job.compute), experts)
+        sources = specs(job.data.sources)
+        print("\n".join(first_lines(sources)), flush=True)
+        made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
+        if trie is not None:
+            made_with["allowed"] = trie.fingerprint()
         return cls(
             job,
             cast("RolloutConfig", job.rollout),
@@ -82,7 +87,7 @@ class OnlineJob:
             processing,
             trie,
             logprob_limits(job, experts=experts),
-            _made_with(job, tokenizer, trie),
+            made_with,
         )
 
     def roles(self) -> dict[str, RoleSpec]:
@@ -159,13 +164,3 @@ def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None, directory: Path
         lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
         raise_if_cut_responses(trie, job, max(lengths, default=0))
     return held_out
-
-
-def _made_with(job: Job, tokenizer: Tokenizer, trie: Trie | None) -> dict[str, Any]:
-    """Print the first lines about the job's sources; return the fingerprints that a resume compares."""
-    sources = specs(job.data.sources)
-    print("\n".join(first_lines(sources)), flush=True)
-    made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
-    if trie is not None:
-        made_with["allowed"] = trie.fingerprint()
-    return made_with

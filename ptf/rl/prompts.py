@@ -1,7 +1,7 @@
 """The prompts of an online job: those to train on, as a stream, and the held-out ones."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ptf.config import Job
 from ptf.config.sections.data import Source
@@ -82,16 +82,12 @@ def held_out_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, limit:
     for name, spec in specs(sources).items():
         prompts = prompts_once(spec, name, tokenizer)
         found[name] = list(itertools.islice(prompts, limit))
-        if _has_next(prompts):
+        try:
+            has_more = next(prompts, None) is not None
+        except UserError:  # there is a further row, which cannot be used
+            has_more = True
+        if has_more:
             print(
                 f"evaluate: the first {limit} prompts of {name} are measured; it has more (evaluate.limit)", flush=True
             )
     return found
-
-
-def _has_next(prompts: Iterator[Prompt]) -> bool:
-    """Return whether there is a further row; it may be one that cannot be used."""
-    try:
-        return next(prompts, None) is not None
-    except UserError:
-        return True

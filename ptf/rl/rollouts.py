@@ -149,7 +149,15 @@ def outcome_metrics(
     values = np.array([value for _, value in rewards])
     reasons = [t.outcome.reason for t in trajectories if isinstance(t.outcome, NoResult)]
     if reasons:
-        _report_no_results(reasons, len(trajectories), version, config)
+        count = f"step {version + 1}: {len(reasons)} of {len(trajectories)} responses have no result"
+        first_reason = f"the first reason, from {reward_source(config)}: {reasons[0]}"
+        print(f"{count}; {first_reason}", flush=True)
+        if len(reasons) > config.max_no_result_share * len(trajectories):
+            raise UserError(
+                f"{count} (rollout.max_no_result_share is {config.max_no_result_share:g}); {first_reason}. Fix its "
+                "cause (ptf try CONFIG plays episodes without training), or raise rollout.max_no_result_share, which "
+                "may change on resume"
+            )
     versions = [generation.versions for t in trajectories for generation in t.generations]
     if not versions:
         raise UserError(f"step {version + 1}: policy.trajectory(calls=[…]) selected no response to train on")
@@ -180,19 +188,6 @@ def reward_source(config: RolloutConfig) -> str:
     elif config.reward_model:
         found.append("the reward model")
     return " or ".join(found) or f"the environment {', '.join(what.use for what in config.environment.values())}"
-
-
-def _report_no_results(reasons: Sequence[str], responses: int, version: int, config: RolloutConfig) -> None:
-    """Print that responses have no result. Raises UserError if they are too many."""
-    count = f"step {version + 1}: {len(reasons)} of {responses} responses have no result"
-    first_reason = f"the first reason, from {reward_source(config)}: {reasons[0]}"
-    print(f"{count}; {first_reason}", flush=True)
-    if len(reasons) > config.max_no_result_share * responses:
-        raise UserError(
-            f"{count} (rollout.max_no_result_share is {config.max_no_result_share:g}); {first_reason}. Fix its cause "
-            "(ptf try CONFIG plays episodes without training), or raise rollout.max_no_result_share, which may change "
-            "on resume"
-        )
 
 
 def _means(prefix: str, pairs: Iterable[tuple[str, float]]) -> dict[str, float]:

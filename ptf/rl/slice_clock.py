@@ -86,9 +86,10 @@ class WallClock:
 
     def has_slice(self, slice_number: int, version: int, number: int, updating: Updating) -> bool:
         """See VirtualClock."""
-        known = self.ledger.is_beside_update(slice_number, version)
-        if known is not None:
-            return known
+        if (slice_number, version) in self.ledger.updates:
+            return False
+        if (known := self.ledger.slices.get(slice_number)) is not None:
+            return known["beside_update"] and known["version"] == version
         if updating():
             return True
         self.ledger.write(update_ended=version, slice=slice_number)

@@ -38,15 +38,6 @@ AHEAD_OF_MANY = {False: 2, True: 8}
 IDLE_S = 600.0  # longest wait of the thread for something to happen
 
 
-def limit_waits(pipe: mpc.Connection, timeout_s: float) -> None:
-    """Have the end of a pipe raise BlockingIOError if the other end takes or gives nothing for this time: a process may
-    stop in the middle of a message."""
-    limit = struct.pack("ll", int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))
-    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            end.setsockopt(socket.SOL_SOCKET, option, limit)
-
-
 @dataclass(eq=False)
 class QueuedCall:
     """A question and the future of its reply."""
@@ -230,7 +221,12 @@ class WorkerProcess:
                 start_new_session=True,
             )
         self.pipe = ours
-        limit_waits(ours, self.timeout_s)
+        # the pipe raises BlockingIOError if the process takes or gives nothing for this time: it may stop in the middle
+        # of a message
+        limit = struct.pack("ll", int(self.timeout_s), max(1, int(self.timeout_s % 1 * 1e6)))
+        with socket.socket(fileno=os.dup(ours.fileno())) as end:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                end.setsockopt(socket.SOL_SOCKET, option, limit)
         kind = ""
         with contextlib.suppress(EOFError, OSError):
             ours.send((self.kind, self.what.model_dump(), self.timeout_s))

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ptf.config import Plugin, plugin
@@ -44,19 +44,6 @@ IDLE_S = 0.1  # how often a process with a thread that never came back looks whe
 
 class TooLong(Exception):
     """A call took longer than its limit."""
-
-
-async def in_time(coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """Return a coroutine's result, or cancel it. Raises TooLong.
-
-    Unlike asyncio.wait_for, this does not wait for a coroutine that refuses to end, and a TimeoutError is its own.
-    """
-    task = asyncio.ensure_future(coroutine)
-    done, _ = await asyncio.wait({task}, timeout=timeout_s)
-    if done:
-        return task.result()
-    task.cancel()
-    raise TooLong
 
 
 class Pipe:
@@ -110,7 +97,13 @@ class Threads:
             started()
             self.coroutines += 1
             try:
-                return await in_time(function(), self.timeout_s)
+                task = asyncio.ensure_future(function())
+                # unlike wait_for, not for a coroutine that refuses to end; and a TimeoutError is the coroutine's own
+                done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
+                if done:
+                    return task.result()
+                task.cancel()
+                raise TooLong
             finally:
                 self.coroutines -= 1
         turn = asyncio.get_running_loop().create_future()
@@ -288,18 +281,6 @@ class EnvironmentCalls:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def serve_one_by_one(pipe: Pipe, calls: RewardCalls, questions: "queue.SimpleQueue[tuple[int, Any]]") -> None:
-    """Answer in the main thread."""
-    while True:
-        number, question = questions.get()
-        pipe.send(STARTED, number)
-        try:
-            reply = calls.answer(question)
-        except Exception as error:  # an error of the users' code affects only this question
-            reply = fault_of(error)
-        pipe.send(REPLY, number, reply)
-
-
 async def serve_concurrently(pipe: Pipe, calls: RewardCalls | EnvironmentCalls, read: Callable[..., None]) -> None:
     """Answer in the event loop and in threads."""
     loop, threads, tasks, began = asyncio.get_running_loop(), calls.threads, set[asyncio.Task](), set[int]()
@@ -362,7 +343,14 @@ def serve(connection: mpc.Connection) -> None:
     pipe.send(READY, 0, not calls.one_by_one)
     if isinstance(calls, RewardCalls) and calls.one_by_one:
         threading.Thread(target=read, args=(lambda *message: questions.put(message),), daemon=True).start()
-        serve_one_by_one(pipe, calls, questions)
+        while True:
+            number, question = questions.get()
+            pipe.send(STARTED, number)
+            try:
+                reply = calls.answer(question)
+            except Exception as error:  # an error of the users' code affects only this question
+                reply = fault_of(error)
+            pipe.send(REPLY, number, reply)
     else:
         sys.setswitchinterval(SWITCH_S)
         asyncio.run(serve_concurrently(pipe, calls, read))

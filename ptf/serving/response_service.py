@@ -92,7 +92,15 @@ class ResponseService:
         if len(self.running) >= MOST_PENDING:
             raise HttpError(429, f"{MOST_PENDING} requests are pending", "too_many_pending")
         raise_if_not_one_by_one(chat, self.form)
-        sampling, seed = self._sampling(chat), whole_number(chat.sampling, "seed", -MOST_SEED, MOST_SEED)
+        for name, harmless in UNRANDOM.items():
+            if chat.sampling.get(name) not in harmless:
+                raise HttpError(400, f"{name} is not supported here", name)
+        temperature, top_p = (_number(chat, name, most) for name, most in (("temperature", 2.0), ("top_p", 1.0)))
+        if top_p == 0:
+            raise HttpError(400, "top_p must be above 0", "top_p")
+        most = chat.max_tokens or self.max_new_tokens
+        sampling = Sampling(most, temperature, self.tokenizer.stop_ids, top_p)
+        seed = whole_number(chat.sampling, "seed", -MOST_SEED, MOST_SEED)
         seed = secrets.randbits(62) if seed is None else seed
         of_episode = secrets.randbits(62)  # ids of tool calls differ between requests of one seed
         policy = Policy(
@@ -116,16 +124,6 @@ class ResponseService:
             raise HttpError(400, str(error), "invalid_messages") from None
         chat = replace(chat, model=self.model)
         return Exchange(next(self.numbers), chat, context, policy, self.form, trained=False)
-
-    def _sampling(self, chat: ChatRequest) -> Sampling:
-        """Return how the responses are sampled, by OpenAI's defaults. Raises HttpError for values out of range."""
-        for name, harmless in UNRANDOM.items():
-            if chat.sampling.get(name) not in harmless:
-                raise HttpError(400, f"{name} is not supported here", name)
-        temperature, top_p = (_number(chat, name, most) for name, most in (("temperature", 2.0), ("top_p", 1.0)))
-        if top_p == 0:
-            raise HttpError(400, "top_p must be above 0", "top_p")
-        return Sampling(chat.max_tokens or self.max_new_tokens, temperature, self.tokenizer.stop_ids, top_p)
 
 
 def _wait_for_last_step(stepper: Stepper) -> None:

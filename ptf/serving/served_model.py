@@ -52,7 +52,8 @@ class ServedModel:
             if scorer := self._scorer(directory, tokenizer, factory, device, options):
                 return [scorer]
             _raise_unless_native(options, "heads of your own")
-        catalogue = self._catalogue(options)
+        ranking = self.job.evaluate.ranking if self.job is not None and self.run is not None else None
+        catalogue = options.catalogue or (ranking.catalogue if ranking is not None else None)
         if catalogue or directory.adapter:
             _raise_unless_native(options, "rankings and adapters")
         if not (catalogue or tokenizer.hf.chat_template):
@@ -119,11 +120,6 @@ class ServedModel:
             )
         own = layer_factory_of(without_adapters(spec))
         return directory.factory(own if own.replace else None)
-
-    def _catalogue(self, options: ServingOptions) -> str | None:
-        """Return the file of the catalogue that is ranked; None if nothing is ranked."""
-        ranking = self.job.evaluate.ranking if self.job is not None and self.run is not None else None
-        return options.catalogue or (ranking.catalogue if ranking is not None else None)
 
     def _ranking(
         self, engine: NativeEngine, tokenizer: Tokenizer, catalogue: str, beam: int, length: int

@@ -11,7 +11,7 @@ from typing import Any
 from ptf.rl.endpoint.answer_stream import ENDS
 from ptf.rl.endpoint.chat import event
 from ptf.rl.endpoint.http_message import HttpError, HttpResponse, json_response
-from ptf.rl.endpoint.request_exchange import Choice, Exchange
+from ptf.rl.endpoint.request_exchange import Exchange
 from ptf.rl.endpoint.responses import Message, ResponsesRequest
 
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item → type of its one part
@@ -43,22 +43,19 @@ def response(request: ResponsesRequest, exchange: Exchange, done: bool = True) -
 
 def usage(exchange: Exchange) -> dict[str, Any]:
     """Return the numbers of tokens. Tokens that an engine had cached are not counted apart."""
-    counts = exchange.usage()
+    counts, choice, thinking = exchange.usage(), exchange.choices[0], 0
+    if choice.call is not None and choice.message.get("reasoning_content"):
+        ids, decode = choice.call.generation.sampled_ids, choice.policy.tokenizer.decode
+        # with the token that ends the thinking
+        length = bisect.bisect_left(range(1, len(ids) + 1), True, key=lambda n: ENDS in decode(ids[:n])) + 1
+        thinking = min(len(ids), length)
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": thinking_tokens(exchange.choices[0])},
+        "output_tokens_details": {"reasoning_tokens": thinking},
         "total_tokens": counts["total_tokens"],
     }
-
-
-def thinking_tokens(choice: Choice) -> int:
-    """Return how many of a response's tokens are thinking, with the token that ends it."""
-    if choice.call is None or not choice.message.get("reasoning_content"):
-        return 0
-    ids, decode = choice.call.generation.sampled_ids, choice.policy.tokenizer.decode
-    return min(len(ids), bisect.bisect_left(range(1, len(ids) + 1), True, key=lambda n: ENDS in decode(ids[:n])) + 1)
 
 
 def output(exchange: Exchange) -> list[dict[str, Any]]:
@@ -171,21 +168,18 @@ class ResponseForm:
         for index, item in enumerate(whole["output"]):
             kind = item["type"]
             if kind == "function_call":
-                yield from self._function_call(index, item)
+                begun = {**item, "arguments": "", "status": "in_progress"}
+                place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
+                name, said = item["name"], "response.function_call_arguments"
+                yield self._event("response.output_item.added", output_index=index, item=begun)
+                yield self._event(f"{said}.delta", **place, delta=arguments)
+                yield self._event(f"{said}.done", **place, name=name, arguments=arguments)
+                yield self._event("response.output_item.done", output_index=index, item=item)
             elif kind not in self.texts or kind == list(self.texts)[-1]:  # the open one, or an empty text
                 yield from self._begin(kind) if kind not in self.texts else ()
                 yield from self._finish(item)
         kind = "incomplete" if whole["incomplete_details"] else "completed"
         yield self._event(f"response.{kind}", response=whole)
-
-    def _function_call(self, index: int, item: Mapping[str, Any]) -> Iterator[bytes]:
-        yield self._event(
-            "response.output_item.added", output_index=index, item={**item, "arguments": "", "status": "in_progress"}
-        )
-        place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
-        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
-        yield self._event("response.output_item.done", output_index=index, item=item)
 
 
 async def answered(

@@ -56,8 +56,12 @@ class Session:
         client, which has gone. Raises HttpError.
         """
         digest = hashlib.sha256(request.path.encode() + b"\0" + request.body).digest()
-        exchange = self._repeated(self.exchanges.get(digest, ()), request.headers.get(RETRY, ""))
-        if exchange is not None:
+        known = [exchange for exchange in self.exchanges.get(digest, ()) if not exchange.failed]
+        undelivered = [exchange for exchange in known if not exchange.delivered]
+        abandoned = [exchange for exchange in undelivered if not exchange.waiting]
+        of_retry = [*abandoned, *undelivered, *reversed(known)]
+        repeated = {"": abandoned, "0": []}.get(request.headers.get(RETRY, ""), of_retry)  # by what the client declares
+        if (exchange := next(iter(repeated), None)) is not None:
             if exchange.waiting >= self.bounds.pending:
                 raise HttpError(429, f"{self.bounds.pending} clients wait for this response", "too_many_pending")
             self.counts["retries"] += 1
@@ -72,15 +76,6 @@ class Session:
             self.all.append(exchange)
         exchange.clients.append(replace(request, headers={}, body=b""))
         return exchange
-
-    @staticmethod
-    def _repeated(known: Sequence[Exchange], retries: str) -> Exchange | None:
-        """Return which of the exchanges with the same body a request repeats. `retries` is what the client declares."""
-        known = [exchange for exchange in known if not exchange.failed]
-        undelivered = [exchange for exchange in known if not exchange.delivered]
-        abandoned = [exchange for exchange in undelivered if not exchange.waiting]
-        of_retry = [*abandoned, *undelivered, *reversed(known)]
-        return next(iter({"": abandoned, "0": []}.get(retries, of_retry)), None)
 
     def _new(self, chat: ChatRequest) -> Exchange:
         model = self.aliases.get(chat.model, chat.model)
