@@ -261,14 +261,11 @@ class KnownRows(_Partition):
             first = self._index - self._index % size
             self._group = range(first, min(first + size, self._rows))
         self._order = self._ordered.permuted(len(self._group), self._epoch, self._partition, self._group.start)
-        first, last = (self._piece(row) for row in (self._group[0], self._group[-1]))
+        ends = (self._start + row * self._stride for row in (self._group[0], self._group[-1]))
+        first, last = (bisect_right(self._ends, number) for number in ends)
         self._blocks: dict[int, ReadBlock] = {}
         for piece in range(first, last + 1):
             self._blocks[piece] = self._read(piece)
-
-    def _piece(self, row: int) -> int:
-        """Return the piece that holds a row of the partition's epoch."""
-        return bisect_right(self._ends, self._start + row * self._stride)
 
     def _read(self, piece: int) -> ReadBlock:
         """Read the block of a piece, up to the piece's end, and announce the next one to the reader."""
@@ -284,11 +281,11 @@ class KnownRows(_Partition):
             self._begin(self._epoch + 1, 0)
         if self._index not in self._group:
             self._open()
-        row = self._group.start + int(self._order[self._index - self._group.start])
-        piece = self._piece(row)
+        at = self._start + (self._group.start + int(self._order[self._index - self._group.start])) * self._stride
+        piece = bisect_right(self._ends, at)
         block, file, number, lines, end = self._blocks[piece]
         self._index += 1
-        left = self._ends[piece] - (self._start + row * self._stride)  # rows of the piece from this one on
+        left = self._ends[piece] - at  # rows of the piece from this one on
         return RawRow(block, end - left, self._reader.uris[file], lines, self._epoch, file, number)
 
     def passes(self) -> int:
@@ -354,8 +351,8 @@ class UnknownRows(_Partition):
             row = at.row + skipped
             if row < len(block):
                 self._position = at._replace(row=row + 1, dealt=at.dealt + skipped + 1)
-                own = block.part(row, row + 1)
-                return RawRow(own, 0, self._reader.uris[file], at.line, at.epoch, file, at.block, row)
+                uri = self._reader.uris[file]
+                return RawRow(block.part(row, row + 1), 0, uri, at.line, at.epoch, file, at.block, row)
             self._position = at._replace(
                 block=at.block + 1, row=0, line=at.line + block.lines, dealt=at.dealt + len(block) - at.row
             )
