@@ -110,7 +110,13 @@ class Loader(Iterator[list[Batch]]):
     def _read(self, step: int) -> list[list[PackUnit]]:
         sequences = [next(self._served[partition], []) for partition in self._partitions_of(step)]
         if not all(sequences):  # a partition that has ended gives sequences that train nothing
-            nothing = [idle([[self._template_unit(sequences)]])]
+            # a unit that has the columns of all samples, even if this rank has no sequences left
+            self._template = self._template or next((sequence[0] for sequence in sequences if sequence), None)
+            if self._template is None:
+                # from any partition that has sequences
+                firsts = (next(self._factory(partition), None) for partition in range(self._partitions))
+                self._template = next(sequence[0] for sequence in firsts if sequence)
+            nothing = [idle([[self._template]])]
             sequences = [sequence or nothing for sequence in sequences]
         return sequences
 
@@ -137,16 +143,6 @@ class Loader(Iterator[list[Batch]]):
             with contextlib.suppress(PeerEnded):
                 exchange_sequences([], self._sequence_numbers, self._peers, reason)
 
-    def _template_unit(self, sequences: list[list[PackUnit]]) -> PackUnit:
-        """Return a unit that has the columns of all samples, even if this rank has no sequences left."""
-        template = self._template or next((sequence[0] for sequence in sequences if sequence), None)
-        if template is None:
-            # from any partition that has sequences
-            firsts = (next(self._factory(partition), None) for partition in range(self._partitions))
-            template = next(sequence[0] for sequence in firsts if sequence)
-        self._template = template
-        return template
-
     def _work(self, step: int, out: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event) -> None:
         """Put steps into the queue, and the error that ends them; runs in the thread."""
         try:
@@ -160,8 +156,12 @@ class Loader(Iterator[list[Batch]]):
         if self._thread is None:
             self._queue: queue.SimpleQueue = queue.SimpleQueue()
             self._room, self._stop = threading.Semaphore(AHEAD), threading.Event()
-            work = self.step, self._queue, self._room, self._stop
-            self._thread = threading.Thread(target=self._work, args=work, name="ptf-loader", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work,
+                args=(self.step, self._queue, self._room, self._stop),
+                name="ptf-loader",
+                daemon=True,
+            )
             self._thread.start()
         start = time.perf_counter()
         try:
