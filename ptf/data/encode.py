@@ -53,25 +53,19 @@ def encode_document(
             )
         tools, arguments = row.get("tools"), row_arguments(row)
         if "messages" in row:
-            samples = chat_samples(row["messages"], tokenizer, source, train_on, tools, arguments)
-            return [(sample,) for sample in samples]
+            return [(s,) for s in chat_samples(row["messages"], tokenizer, source, train_on, tools, arguments)]
         if "prompt" in row:
             return [(answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments),)]
     if "text" in row:
-        return encode_text(row, tokenizer, source)
+        if not isinstance(row["text"], str) or not row["text"]:
+            raise UserError("`text` must be a string, and not empty")
+        return [(_trained_from(0, tokenizer.begin(row["text"]), tokenizer, source),)]
     if "events" in row:
         return encode_events(row, tokenizer, source)
     raise UserError(
         "a row to train on needs `messages`, `prompt` and `completion`, `text`, or `events`; "
         f"this one has {sorted(row)} ({advice(row)})"
     )
-
-
-def encode_text(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
-    """Encode a row with `text`: every token of it is trained, and the end-of-text token that follows."""
-    if not isinstance(row["text"], str) or not row["text"]:
-        raise UserError("`text` must be a string, and not empty")
-    return [(_trained_from(0, tokenizer.begin(row["text"]), tokenizer, source),)]
 
 
 def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[PackUnit]:
@@ -195,10 +189,9 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
             for ids, turns in documents
         ]
     if any(row.get(name) is None for name in KINDS["scored"]):
-        present = sorted(name for name in row if row[name] is not None)
         raise UserError(
             "a scored row needs `prompt`, `completion` and `reward`, or `messages` with rewards; "
-            f"this row has {present} ({advice(row)})"
+            f"this row has {sorted(name for name in row if row[name] is not None)} ({advice(row)})"
         )
     reward = _reward(row["reward"], "`reward`")
     sample = answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments)
@@ -300,7 +293,10 @@ def limit_length(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUn
             "truncate or split"
         )
     if too_long == "drop":
-        return [cut_unit] if (cut_unit := _scored_within(unit, seq_len)) else []
+        judged = np.flatnonzero(unit[0].loss_weights[:seq_len])
+        if len(unit) > 1 or "answer_length" not in unit[0].token_columns or not len(judged):
+            return []
+        return [(unit[0].take(slice(int(judged[-1]) + 1)),)]  # up to the last judged response that fits
     if too_long == "split":
         if len(unit) > 1:
             raise UserError(
@@ -311,15 +307,6 @@ def limit_length(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUn
         return [(piece,) for piece in pieces if piece.loss_weights[1:].any()]
     cut = tuple(s.take(slice(*next(_ends(s, seq_len // len(unit))))) for s in unit)
     return [cut] if all(s.loss_weights[1:].any() for s in cut) else []
-
-
-def _scored_within(unit: PackUnit, seq_len: int) -> PackUnit | None:
-    """Return a scored conversation up to the last judged response that fits; None for anything else."""
-    first, *others = unit
-    judged = np.flatnonzero(first.loss_weights[:seq_len])
-    if others or "answer_length" not in first.token_columns or not len(judged):
-        return None
-    return (first.take(slice(int(judged[-1]) + 1)),)
 
 
 def _ends(s: Document, most: int) -> Iterator[tuple[int, int]]:
