@@ -121,15 +121,15 @@ class Tokenizer:
         """Return what `encode` returns for each text, in one call, which costs less than one call per text."""
         if not texts:
             return []
-        encoded = self._encode_fast(texts) if self._is_plain else self._encode_by_class(texts)
+        encoded = (
+            self._encode_fast(texts)
+            if self._is_plain
+            else self.hf(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        )
         for text, ids in zip(texts, encoded, strict=True):
             if self._unknown is not None and self._unknown in ids:
                 raise UserError(f"the tokenizer cannot encode all of {text if len(text) < 200 else text[:200] + '…'!r}")
         return encoded
-
-    def _encode_by_class(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of texts as the class of transformers encodes them."""
-        return self.hf(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
     def _encode_fast(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of texts from the tokenizer of Rust, without the offsets and masks that the class adds.
@@ -157,7 +157,7 @@ class Tokenizer:
             getattr(kind, name) is getattr(PreTrainedTokenizerFast, name)
             for name in ("__call__", "_encode_plus", "_convert_encoding")
         )
-        return inherits and self._encode_fast(PROBES) == self._encode_by_class(PROBES)
+        return inherits and self._encode_fast(PROBES) == self.hf(list(PROBES), add_special_tokens=False)["input_ids"]
 
     def begin(self, text: str) -> list[int]:
         """Return the ids of a text that begins a document, as servers encode a prompt.
