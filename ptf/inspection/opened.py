@@ -17,7 +17,6 @@ from ptf.data.prompts import prompts_once
 from ptf.data.response_conversation import as_history, history_of
 from ptf.data.sources.files import resolve_files
 from ptf.data.survey import survey_source
-from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt, Reward
 from ptf.errors import UserError
 from ptf.inspection.places import HOW, is_here
@@ -25,7 +24,7 @@ from ptf.model.backends import backend_of
 from ptf.model.model_files import locate
 from ptf.model.vocabulary import raise_if_larger_tokenizer
 from ptf.recipes import registry
-from ptf.recipes.protocol import FrozenModelSpec, Recipe
+from ptf.recipes.protocol import FrozenModelSpec
 from ptf.rl import rewards
 from ptf.rl.prompts import raise_if_too_long
 from ptf.rl.rewards.model import raise_if_without_score
@@ -102,7 +101,10 @@ def look_at_rows(job: Job, here: set[str], model: Path | None) -> list[str]:
     beyond = backend_of(job.model.backend).decoder_config(model).beyond(longest) if model else ""
     lines += [*([beyond] if beyond else []), *try_rewards(job, prompts)]
     if all(f"data.sources.{name}" in here for name in job.data.sources):
-        lines.append(length_of_run(job, recipe, tokenizer))
+        if sum(sum(resolve_files(spec.path).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
+            lines.append(f"the sources have more than {MOST_BYTES >> 20} MiB; {HOW}")
+        else:  # this raises UserError if warm-up and decay do not fit into the steps
+            lines.append(preview_data(job, make_partitions(job, recipe, tokenizer), FEW_ROWS)[0].describe())
     return lines
 
 
@@ -142,10 +144,3 @@ def not_called(reward: Plugin) -> str | None:
         if RewardSignature.of(target, args).sees_episodes:
             return "it asks for the episode; `ptf try` plays some"
     return None
-
-
-def length_of_run(job: Job, recipe: Recipe, tokenizer: Tokenizer) -> str:
-    """Return the passes over each source and the steps. Raise UserError if warm-up and decay do not fit into them."""
-    if sum(sum(resolve_files(spec.path).sizes) for spec in specs(job.data.sources).values()) > MOST_BYTES:
-        return f"the sources have more than {MOST_BYTES >> 20} MiB; {HOW}"
-    return preview_data(job, make_partitions(job, recipe, tokenizer), FEW_ROWS)[0].describe()

@@ -66,15 +66,10 @@ def _sources(survey: Survey) -> Table:
             f"{c['tokens']:,}",
             trained,
             f"×{s.expansion:.3g}",
-            *_percentiles(s.lengths),
+            *([f"{n:,.0f}" for n in np.percentile(s.lengths, [50, 99, 100])] if len(s.lengths) else ["–"] * 3),
         ]
         table.add_row(s.name, s.kind, *cells, *left, f"{samples:.1%}", f"{tokens:.1%}")
     return table
-
-
-def _percentiles(lengths: np.ndarray) -> list[str]:
-    """Return median, 99th percentile and maximum, as text."""
-    return [f"{n:,.0f}" for n in np.percentile(lengths, [50, 99, 100])] if len(lengths) else ["–"] * 3
 
 
 def _histogram(survey: Survey) -> Iterator[str]:

@@ -100,13 +100,12 @@ def localized(uri: str, into: str | os.PathLike[str], up_to: float = float("inf"
     """
     local = storage.localize(uri, into, without)
     if not storage.is_local(uri):
-        advice = f"remove {local}: it is copied again"
         entries = storage.read_record(
             f"{local}{storage.COPIED}",
             f"remove {local} and {Path(local).name}{storage.COPIED}: it is copied again",
             {"copy": Path(local).name},
         )
-        with _advised(advice):
+        with _advised(f"remove {local}: it is copied again"):
             compare(local, entries["files"], up_to, manifest=False)
     return local
 

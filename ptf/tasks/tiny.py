@@ -67,11 +67,6 @@ def public_file(data: str | None, name: str) -> Path:
     return path
 
 
-def prompt_row(question: Question) -> dict[str, Any]:
-    """Return a question as a row of prompts."""
-    return {"messages": [{"role": "user", "content": question[0]}], "answer": question[1]}
-
-
 def chat_row(question: Question) -> dict[str, Any]:
     """Return a question with its answer as a chat."""
     return {"messages": [{"role": "user", "content": question[0]}, {"role": "assistant", "content": question[1]}]}
@@ -115,7 +110,8 @@ def write_task(
         prompts = [(question, answer) for (question, _), answer in zip(prompts, answers, strict=True)]
     write_rows(root / "train.jsonl", map(chat_row, train))
     for name, questions in {"train_prompts": prompts, "dev": dev, "test": test}.items():
-        write_rows(root / f"{name}.jsonl", map(prompt_row, questions))
+        rows = ({"messages": [{"role": "user", "content": text}], "answer": answer} for text, answer in questions)
+        write_rows(root / f"{name}.jsonl", rows)
     write_rows(root / "held_out_chat.jsonl", map(chat_row, dev))
     for name, questions in (("train", train), ("held_out", dev)):
         pairs = pair_rows(questions, seed)
