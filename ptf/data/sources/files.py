@@ -154,8 +154,10 @@ def choose(
         formats.setdefault(str(format_of(name)), []).append(name)
     if len(formats) > 1:
         counts = "; ".join(f"{len(files)} {suffix} ({shown(files)})" for suffix, files in sorted(formats.items()))
+        folder = posixpath.join(re.split(r"[*?\[]", where)[0].rstrip("/"), posixpath.dirname(chosen[0]))
         raise UserError(
-            f"{where} has files of several formats: {counts}. Choose one by a glob, such as {_glob(where, chosen[0])}"
+            f"{where} has files of several formats: {counts}. Choose one by a glob, such as "
+            f"{posixpath.join(folder, f'*{format_of(chosen[0])}')}"
         )
     return chosen
 
@@ -309,10 +311,8 @@ def _saved_splits(
             splits = [str(split) for split in json.loads(read(dictionary))["splits"]]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{where}: {dictionary} does not list the splits of a saved dataset") from None
-        folder = posixpath.dirname(dictionary)
-        return {
-            split: [name for name in data if name.startswith(posixpath.join(folder, split) + "/")] for split in splits
-        }
+        folders = {split: posixpath.join(posixpath.dirname(dictionary), split) + "/" for split in splits}
+        return {split: [name for name in data if name.startswith(folder)] for split, folder in folders.items()}
     return {}
 
 
@@ -355,12 +355,6 @@ def _matches(name: str, pattern: str) -> bool:
         signs.get(part, part.replace("[!", "[^") if part.startswith("[") else re.escape(part)) for part in parts
     )
     return re.fullmatch(f"{text}(?:/.*)?", name) is not None
-
-
-def _glob(where: str, example: str) -> str:
-    """Return a glob for files of the example's folder and format, for a message."""
-    folder = posixpath.dirname(example)
-    return posixpath.join(re.split(r"[*?\[]", where)[0].rstrip("/"), folder, f"*{format_of(example)}")
 
 
 def shown(names: Sequence[str]) -> str:

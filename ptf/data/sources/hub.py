@@ -158,8 +158,8 @@ _check_reachable = functools.lru_cache(maxsize=64)(_resolve)
 def _unavailable(id: str, revision: str | None, why: str) -> str:
     """Return the message for files that are neither on this machine nor available from the Hub."""
     cache = _cache_directory(id, "").parent
-    cached = (file.parent for file in cache.glob("*/files.json") if file.parent.name != revision)
-    commits = [folder.name for folder in sorted(cached, key=lambda folder: folder.stat().st_mtime)]
+    folders = sorted((file.parent for file in cache.glob("*/files.json")), key=lambda folder: folder.stat().st_mtime)
+    commits = [folder.name for folder in folders if folder.name != revision]
     known = f", read {id}@{commits[-1]}, a commit that is cached there" if commits else ""
     return (
         f"there is no file or directory {id} here, {why}, and {cache} does not hold the files: "
