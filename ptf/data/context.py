@@ -118,8 +118,8 @@ def _call(i: int, k: int, message: Mapping[str, Any]) -> Passage:
         changed[0][i]["tool_calls"] = calls
 
     function = message["tool_calls"][k].get("function", message["tool_calls"][k])
-    written = json.dumps(function.get("arguments"), ensure_ascii=False, default=str)
-    return Passage(f"the call of message {i}", function["name"], (written,), replace)
+    texts = (json.dumps(function.get("arguments"), ensure_ascii=False, default=str),)
+    return Passage(f"the call of message {i}", function["name"], texts, replace)
 
 
 def _tool(k: int, tool: Any) -> Passage:
@@ -128,7 +128,7 @@ def _tool(k: int, tool: Any) -> Passage:
 
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     inside = function if isinstance(function, dict) else {}
-    written = [json.dumps(value, ensure_ascii=False, default=str) for value in (tool, function)]
+    written = (json.dumps(value, ensure_ascii=False, default=str) for value in (tool, function))
     texts = (*written, str(inside.get("description") or ""))
     return Passage(f"tool {k}", str(inside.get("name", tool)), texts, replace)
 

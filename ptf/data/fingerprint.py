@@ -55,8 +55,11 @@ def raise_if_other_identity(now: Mapping[str, Any], identity: Mapping[str, Any],
             f"{what} was made with a chat template that rendered the date {then}, not {today}: set data.date, "
             "or make it again"
         )
-    names = dict.fromkeys((*identity, *now))
-    parts = [name for name in names if name not in ("fingerprint", "probes") and identity.get(name) != now.get(name)]
+    parts = [
+        name
+        for name in dict.fromkeys((*identity, *now))
+        if name not in ("fingerprint", "probes") and identity.get(name) != now.get(name)
+    ]
     raise UserError(
         f"{what} was made with another tokenizer than the model's: they differ in their {' and '.join(parts)}"
     )

@@ -128,8 +128,9 @@ def _adopt_tool_calls(row: dict[str, Any], kind: str) -> None:
         or row.get("prompt") is not None
     ):
         return
-    tools = tools_of(row["tools"]) or []
-    row["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    row["tools"] = [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools_of(row["tools"]) or []
+    ]
     question = {"role": "user", "content": query}
     if kind == "prompt":
         row["messages"] = [question]

@@ -80,8 +80,7 @@ def _with_calls_joined(value: Sequence[Message], messages: Sequence[Message]) ->
             (joined[-1].get(key), v) for key, v in message.items() if joined and key not in ("content", "tool_calls")
         )
         if joined and _is_call(raw) and all(v in (None, known) for known, v in agree):
-            calls = [*(joined[-1].get("tool_calls") or ()), *message["tool_calls"]]
-            joined[-1] = {**joined[-1], "tool_calls": calls}
+            joined[-1] = joined[-1] | {"tool_calls": [*(joined[-1].get("tool_calls") or ()), *message["tool_calls"]]}
         else:
             joined.append(message)
     return joined
@@ -152,8 +151,9 @@ def _text(parts: Sequence[Any], where: str) -> str:
     """Return the text of a content that is a list with one part."""
     unnamed = "part without a type"
     kinds = sorted({str(p.get("type", unnamed))[:40] if isinstance(p, dict) else _kind(p) for p in parts})
-    others = (*MEDIA, "image_url", "input_audio", "video_url")
-    if kinds != ["text"] or any(part.get(key) for part in parts for key in others):
+    if kinds != ["text"] or any(
+        part.get(key) for part in parts for key in (*MEDIA, "image_url", "input_audio", "video_url")
+    ):
         raise UserError(
             f"{where} holds {', '.join(kinds) or 'no parts'}; ptf trains text only: "
             "leave such rows out with data.prepare, or set data.max_bad_rows_share"

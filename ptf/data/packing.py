@@ -185,8 +185,7 @@ def _best_swap(work: Sequence[float], most: Sequence[int], least: Sequence[int],
 def pack_sample(units: Sequence[PackUnit], seq_len: int, lookahead: int) -> list[list[PackUnit]]:
     """Pack units in a random order, and return the sequences as they are in an endless stream: without the last ones,
     for which the window runs empty."""
-    order = np.random.default_rng(0).permutation(len(units))
-    packed = pack_all((units[i] for i in order), seq_len, lookahead)
+    packed = pack_all((units[i] for i in np.random.default_rng(0).permutation(len(units))), seq_len, lookahead)
     return packed[: max(1, len(packed) - lookahead // 4)]
 
 

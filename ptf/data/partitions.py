@@ -47,8 +47,11 @@ class Partition(Iterator[list[PackUnit]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last sequence."""
-        places = [tuple(unit[0].place) for unit in self._packer.pending]
-        return {"order": ORDER, "pending": places, "mixer": self._mixer.state_dict()}
+        return {
+            "order": ORDER,
+            "pending": [tuple(unit[0].place) for unit in self._packer.pending],
+            "mixer": self._mixer.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
@@ -91,8 +94,12 @@ class Partitions:
     def __call__(self, partition: int) -> Partition:
         """Return the partition of this number, from its beginning."""
         encoded = {name: self._encoded(name, partition) for name in self.sources}
-        mixed = self.mixture.mixed(encoded, self.shares, partition, rows_of_unit)
-        return Partition(encoded, mixed, self.seq_len, self.lookahead)
+        return Partition(
+            encoded,
+            self.mixture.mixed(encoded, self.shares, partition, rows_of_unit),
+            self.seq_len,
+            self.lookahead,
+        )
 
     @cached_property
     def mixture(self) -> Mixture:

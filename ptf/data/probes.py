@@ -99,8 +99,7 @@ def cuts_of(tokenizer: "Tokenizer") -> dict[str, int]:
     pairs = list(zip(PROBES, PROBES[1:] + PROBES[:1], strict=True))
     texts = [t for cut in cuts for a, b in pairs for t in (a + cut + b, a + cut, cut + b)]
     ids = iter(tokenizer.hf(texts, add_special_tokens=False)["input_ids"] if texts else [])
-    cut_ids = (i for i in cuts.values() for _ in PROBES)
-    split = zip(cut_ids, ids, ids, ids, strict=True)
+    split = zip((i for i in cuts.values() for _ in PROBES), ids, ids, ids, strict=True)
     agree = all(left[-1] == right[0] == i and whole == left[:-1] + right for i, whole, left, right in split)
     return cuts if agree else {}
 

@@ -32,23 +32,20 @@ def reason_of(error: BaseException, row: Any) -> str:
 
     It is the message of a UserError; of any other error it is the type, the message and where the error was raised.
     """
+    halves = (  # texts with a lone surrogate: JSON can hold one, UTF-8 cannot
+        text
+        for level in levels(row)
+        for text in level
+        if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
+    )
     if isinstance(error, UserError):
         reason = str(error)
-    elif (half := _half_character(row)) is not None:
+    elif (half := next(halves, None)) is not None:
         reason = f"half of a character (a lone surrogate) in {half[:60]!r}"
     else:
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
     return reason.encode(errors="backslashreplace").decode()
-
-
-def _half_character(value: Any) -> str | None:
-    """Return a text with a lone surrogate inside the value: JSON can hold one, UTF-8 cannot."""
-    for level in levels(value):
-        for text in level:
-            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-                return text
-    return None
 
 
 class Quarantine:

@@ -77,8 +77,7 @@ def exchange_sequences(
     some rank makes no more sequences; this rank announces that with `ended`.
     """
     each, me = len(numbers), peers.rank
-    works = [work_of(sequence) for sequence in sequences] or [0] * each
-    message = np.array([ended, *numbers, *works], np.int64)
+    message = np.array([ended, *numbers, *(map(work_of, sequences) if sequences else [0] * each)], np.int64)
     messages = np.frombuffer(b"".join(peers.all_gather(message.tobytes())), np.int64).reshape(peers.size, -1)
     if messages[:, 0].any():
         raise PeerEnded(FAILED in messages[:, 0])

@@ -74,11 +74,11 @@ def as_history(history: Any) -> list[Any]:
 
 def differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether two conversations answer different prompts: all messages up to the last one of the user."""
-    return not _same(_up_to_last_user(clean(list(one))), _up_to_last_user(clean(list(other))))
-
-
-def _up_to_last_user(messages: Sequence[Any]) -> Sequence[Any]:
-    return messages[: max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1) + 1]
+    prompts = (
+        messages[: max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1) + 1]
+        for messages in (clean(list(one)), clean(list(other)))
+    )
+    return not _same(*prompts)
 
 
 def _same(ours: Sequence[Row], others: Sequence[Row]) -> bool:

@@ -99,8 +99,14 @@ def survey(partitions: Partitions, *, sequences: int, limit: int = 2000, example
         for name in sources
     }
     documents = sum(len(unit) for sequence in full for unit in sequence) / max(1, len(full))
-    steps = tokens / max(1.0, fill * partitions.seq_len * sequences)
-    return Survey(tuple(surveyed), fill, documents, shares, tokens, steps)
+    return Survey(
+        tuple(surveyed),
+        fill,
+        documents,
+        shares,
+        tokens,
+        steps=tokens / max(1.0, fill * partitions.seq_len * sequences),
+    )
 
 
 def survey_source(

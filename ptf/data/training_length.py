@@ -212,8 +212,8 @@ def estimated(partitions: Partitions, sequences: int, steps: int | None) -> Data
     per_sample = {name: _mean([n for row in counts for n in row])[0] or 1.0 for name, counts in sampled.items()}
     flat = [placeholder_unit(n) for counts in sampled.values() for row in counts for n in row]
     full = pack_sample(flat, partitions.seq_len, partitions.lookahead)
-    mean = sum(length(unit) for sequence in full for unit in sequence) / max(1, len(full))
-    room = sequences * max(1.0, mean)  # tokens in a step
+    # tokens in a step
+    room = sequences * max(1.0, sum(length(unit) for sequence in full for unit in sequence) / max(1, len(full)))
     shares, mixture = partitions.shares, partitions.mixture
     if mixture.weighted:  # in rows of the source
         unit = {name: 1.0 if mixture.by == "tokens" else per_sample[name] for name in shares}

@@ -69,8 +69,8 @@ class Trie:
             for node, children in enumerate(nodes):
                 node_edges: list[tuple[int, int, int]] = []
                 for token, child in children.items():
-                    ends_here = child in ends and not last  # the next line begins at the next repetition's root
-                    state = first + size if ends_here else first + child
+                    # where a line ends, the next one begins at the next repetition's root
+                    state = first + (size if child in ends and not last else child)
                     node_edges.append((token, state, leaves[child]))
                 if last and node in ends:
                     node_edges += [(token, OVER, 1) for token in stop]

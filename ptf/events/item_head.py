@@ -155,9 +155,8 @@ def basket_starts(batch: Any) -> Tensor:
     if BASKETS not in batch.token_columns:
         return torch.zeros_like(batch.tokens, dtype=torch.bool)
     basket = batch.token_columns[BASKETS][..., 0]  # number of the next token's basket
-    first = (
-        batch.token_columns[BASKETS][..., 1] == 0
-    )  # a basket's first event; false where a cut row continues a basket
+    # a basket's first event; false where a cut row continues a basket
+    first = batch.token_columns[BASKETS][..., 1] == 0
     return (basket > 0) & first & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
 
 
