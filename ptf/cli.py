@@ -412,8 +412,6 @@ def publish(options: argparse.Namespace) -> int:
 
 
 def _number(low: float, high: float, kind: Callable[[str], float] = float) -> Callable[[str], float]:
-    """Return the type of an argument: a number from `low` to `high`."""
-
     def read(text: str) -> float:
         try:
             value = kind(text)

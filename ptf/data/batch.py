@@ -64,7 +64,6 @@ class Batch:
         return [*self._own_tensors().values(), self.varlen.cu_seqlens, *self.token_columns.values()]
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are fields of their own."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 

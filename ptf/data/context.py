@@ -134,7 +134,6 @@ def _tool(k: int, tool: Any) -> Passage:
 
 
 def _named(tool: Any, word: str) -> Any:
-    """Return a tool, or a call of one, with another name."""
     if not isinstance(tool, dict):
         return tool
     if isinstance(function := tool.get("function"), dict):

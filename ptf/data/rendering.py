@@ -123,7 +123,6 @@ def valid_items(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _literal(value: Any) -> str:
-    """Return a value as a Jinja literal."""
     if isinstance(value, bool) or value is None:
         return str(value).lower()
     if isinstance(value, list):

@@ -82,7 +82,6 @@ def differ(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _same(ours: Sequence[Row], others: Sequence[Row]) -> bool:
-    """Return whether two lists of messages, both `clean`, have the same content."""
     contents = [
         [(m["role"], m["content"].strip(), m.get("tool_calls")) for m in messages] for messages in (ours, others)
     ]

@@ -83,7 +83,6 @@ def _why_not_own(job: Job) -> str | None:
 
 
 def _is_hub_id(path: str) -> bool:
-    """Return whether a path can only be a Hugging Face id."""
     is_place = os.path.isdir(path) or "://" in path or path.startswith((".", "/", "~"))
     return at_revision(path)[0].count("/") <= 1 and not is_place
 

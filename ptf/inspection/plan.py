@@ -133,7 +133,6 @@ def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
 
 
 def _pool_table(pool: PoolBudget, room: float) -> Table:
-    """Return the memory of a pool, phase by phase."""
     table = Table(f"pool {pool.name}, {pool.devices} GPUs: phase", "GiB on each GPU", "of", box=SIMPLE)
     table.columns[1].justify = "right"
     for phase, of in pool.phases.items():
@@ -157,8 +156,6 @@ def _roofline_table(bound: Roofline) -> Table:
 
 
 def _budget_table(step: Budget) -> Table:
-    """Return the memory of the fullest GPU, line by line."""
-
     def gib(n):
         return f"{n / GIB:.2f}"
 
@@ -185,7 +182,6 @@ def _budget_table(step: Budget) -> Table:
 
 
 def _budget_lines(step: Budget) -> list[str]:
-    """Return what a step costs, and, if it does not fit, what takes most."""
     mesh = " × ".join(f"{name} {size}" for name, size in asdict(step.mesh).items())
     lines = [
         (

@@ -189,7 +189,6 @@ def _cache_directory(id: str, commit: str) -> Path:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Write a file of the cache atomically."""
     try:
         with scratch.file(file) as part:
             part.write_bytes(data)
