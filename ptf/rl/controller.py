@@ -293,8 +293,7 @@ class Controller:
 
     def _restore(self) -> tuple[int, Mapping[str, Any]]:
         """Load the newest checkpoint. Return its step and manifest; (0, {}) if there is none."""
-        newest = self.saves.latest()
-        if newest is None:
+        if (newest := self.saves.latest()) is None:
             return 0, {}
         step, path, manifest = newest
         raise_if_fixed_keys_changed(loads(manifest["job"]), self.job)

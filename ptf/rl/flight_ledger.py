@@ -54,8 +54,7 @@ class FlightLedger:
 
     def computed(self, slice_number: int, version: int) -> frozenset[EpisodeId] | None:
         """Return the episodes that a slice computes; None if it is not known. Raises UserError for another version."""
-        known = self.slices.get(slice_number)
-        if known is None:
+        if (known := self.slices.get(slice_number)) is None:
             return None
         if known["version"] != version:
             raise UserError(

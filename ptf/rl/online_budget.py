@@ -19,7 +19,6 @@ from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.transports import TRANSPORTS, resolve_transport, with_lora_sync
 from ptf.errors import UserError
 from ptf.model import bridge
-from ptf.model.config import DecoderConfig
 from ptf.recipes import registry
 from ptf.recipes.protocol import Recipe
 from ptf.rl.cluster import Pool
@@ -165,7 +164,6 @@ def _frozen(job: Job, rollout: RolloutConfig, directory: Path, recipe: Recipe, g
 
 
 def _engine(job: Job, rollout: RolloutConfig, directory: Path, room: float) -> Engine:
-    """Return the memory of one rollout engine on each of its devices."""
     if rollout.engine not in ("vllm", "native"):
         raise UserError("ptf plan cannot count the memory of a rollout engine of your own; plan with vllm or native")
     model = bridge.build(directory)
@@ -181,22 +179,16 @@ def _engine(job: Job, rollout: RolloutConfig, directory: Path, room: float) -> E
         return Engine(memory, weights, cache, responses)
     answered = min(BATCH, math.ceil(rollout.prompts_per_step / rollout.replicas) * rollout.group_size)
     contexts = math.ceil(answered / rollout.group_size)
-    # states are in fp32, of each context and of each response
-    states = 4 * state_elements(model.config) * (answered + contexts)
+    states = 0
+    if (c := model.config.delta) is not None:  # what linear attention keeps: its states, and its convolution's inputs
+        kept = c.value_heads * c.key_dim * c.value_dim
+        kept += (c.conv - 1) * (2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim)
+        # in fp32, of each context and of each response
+        states = 4 * (len(model.config.layers) - model.config.attention_layers) * kept * (answered + contexts)
     tokens = contexts * (job.data.seq_len - rollout.max_new_tokens) + answered * rollout.max_new_tokens
     cache = each * tokens + states
     memory = RoleMemory(rollout.replicas, weights, {"rollout": cache})
     return Engine(memory, weights, cache, float(answered * rollout.replicas))
-
-
-def state_elements(config: DecoderConfig) -> int:
-    """Return the number of values that linear attention keeps of a response, in all layers together: its states, and
-    the last inputs of its convolution."""
-    if (c := config.delta) is None:
-        return 0
-    channels = 2 * c.key_heads * c.key_dim + c.value_heads * c.value_dim
-    each = c.value_heads * c.key_dim * c.value_dim + (c.conv - 1) * channels
-    return (len(config.layers) - config.attention_layers) * each
 
 
 def _offloaded(rollout: RolloutConfig, pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine) -> float:
@@ -218,21 +210,17 @@ def _pool(pool: Pool, roles: Mapping[str, RoleMemory], engine: Engine, transport
     phases = {
         phase: {role: memory.held + more} for role, memory in own.items() for phase, more in memory.phases.items()
     }
-    phases |= {f"sync {role}": of for role, of in _sync(own, engine, transport)}
-    return PoolBudget(pool.name, len(pool.processes), phases)
-
-
-def _sync(own: Mapping[str, RoleMemory], engine: Engine, transport: str) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the roles of a pool that a sync has in memory, together or one after the other, with their bytes."""
+    # what a sync has in memory, together or one after the other
     streams, in_files = TRANSPORTS[transport].streams, TRANSPORTS[transport].in_files
     buckets = 2.0 * BUCKET_BYTES if streams or in_files else 0.0
     policy = {"policy": own["policy"].held + buckets} if "policy" in own else {}
     # the engine has no cache yet, and vLLM replaces its weights in place
     rollout = {"rollout": engine.weights + buckets} if "rollout" in own else {}
     if streams and policy and rollout:
-        yield "policy and rollout", {**policy, **rollout}
-        return
-    yield from ((role, of) for of in (policy, rollout) for role in of)
+        phases["sync policy and rollout"] = {**policy, **rollout}
+    else:
+        phases |= {f"sync {role}": of for of in (policy, rollout) for role in of}
+    return PoolBudget(pool.name, len(pool.processes), phases)
 
 
 def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job) -> Iterator[str]:
@@ -253,7 +241,6 @@ def _problems(pools: Sequence[PoolBudget], engine: Engine, room: float, job: Job
 
 
 def _advice(phase: str) -> str:
-    """Return the keys that lower the memory of a phase."""
     if phase.startswith("update"):
         return (
             "train.activation_checkpointing: block or offload, train.micro_batch_sequences: 1, "

@@ -64,7 +64,13 @@ class OnlineJob:
         trie = trie_of(job.rollout, tokenizer)
         recipe, processing = with_logits_processing(recipe, job.rollout, trie)
         start = start.with_weights()
-        held_out = _held_out(job, tokenizer, trie, start.directory)
+        held_out: dict[str, list[Prompt]] = {}
+        if job.train.validate_every:
+            held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.prompts)
+            held_out, _ = affordable(held_out, job, start.directory, 1, samples=1)
+        if trie is not None:
+            lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
+            raise_if_cut_responses(trie, job, max(lengths, default=0))
         sizes = backend_of(job.model.backend).decoder_config(start.directory)
         if text := sizes.beyond(job.data.seq_len):
             print(f"a response's context of {text}", flush=True)
@@ -149,18 +155,3 @@ class OnlineJob:
                 backend_of(source.section.backend).decoder_config(source.directory).max_positions, 2 * job.data.seq_len
             ),
         )
-
-
-def _held_out(job: Job, tokenizer: Tokenizer, trie: Trie | None, directory: Path) -> dict[str, list[Prompt]]:
-    """Return the held-out prompts for validation during training.
-
-    Raises UserError if an allowed response does not fit after one of them.
-    """
-    held_out: dict[str, list[Prompt]] = {}
-    if job.train.validate_every:
-        held_out = held_out_prompts(job.evaluate.sources, tokenizer, job.evaluate.prompts)
-        held_out, _ = affordable(held_out, job, directory, 1, samples=1)
-    if trie is not None:
-        lengths = [len(p.tokens) for prompts in held_out.values() for p in prompts]
-        raise_if_cut_responses(trie, job, max(lengths, default=0))
-    return held_out

@@ -120,8 +120,7 @@ class Replicas:
         results: dict[int, Any] = {}
 
         def ask(gang: Gang) -> None:
-            missing = [k for k in mine if k not in results]
-            if missing:
+            if missing := [k for k in mine if k not in results]:
                 arguments = (method, [items[k] for k in missing], *shared)
                 for part in gang.stream("call_streaming", arguments, doing=f"{self.spec.name}.{method}"):
                     for which, result in part:

@@ -147,8 +147,7 @@ def outcome_metrics(
     trajectories = [t for group in groups for t in group]
     rewards = [(t.prompt.source, t.outcome.value) for t in trajectories if isinstance(t.outcome, Reward)]
     values = np.array([value for _, value in rewards])
-    reasons = [t.outcome.reason for t in trajectories if isinstance(t.outcome, NoResult)]
-    if reasons:
+    if reasons := [t.outcome.reason for t in trajectories if isinstance(t.outcome, NoResult)]:
         count = f"step {version + 1}: {len(reasons)} of {len(trajectories)} responses have no result"
         first_reason = f"the first reason, from {reward_source(config)}: {reasons[0]}"
         print(f"{count}; {first_reason}", flush=True)

@@ -245,7 +245,6 @@ class WorkerProcess:
         return False
 
     def _receive(self) -> None:
-        """Read the messages that have arrived."""
         while self.pipe is not None:
             try:
                 if not self.pipe.poll():

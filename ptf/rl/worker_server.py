@@ -127,7 +127,6 @@ class Threads:
         raise TooLong
 
     def _run(self, function: Callable) -> Any:
-        """Call the function, in its thread."""
         clock = time.pthread_getcpuclockid(threading.get_ident()) if sys.platform == "linux" else 0
         if clock:
             self.clocks[clock] = time.clock_gettime(clock)
@@ -247,8 +246,7 @@ class EnvironmentCalls:
                     self._forget(episode)
                 raise
             return list(messages), getattr(environment, "tools", None)
-        environment = self.environments.get(episode)
-        if environment is None:
+        if (environment := self.environments.get(episode)) is None:
             return Interrupted()  # its process ended between two questions
         return await self.threads.result(self.pools[episode], started, functools.partial(environment.step, *rest))
 

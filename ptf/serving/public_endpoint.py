@@ -91,7 +91,6 @@ class PublicEndpoint:
         return await self.handlers[path](request)
 
     def _authorise(self, request: HttpRequest) -> None:
-        """Raise HttpError unless the request has the key."""
         if self.key and request.path.rstrip("/") != "/health" and not request.has_key(self.key):
             raise HttpError(401, "the API key is wrong", "invalid_api_key")
 

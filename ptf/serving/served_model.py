@@ -76,7 +76,17 @@ class ServedModel:
         length = max_length_of(engine.model.config, options)
         services: list[Service] = []
         if catalogue:
-            services.append(self._ranking(engine, tokenizer, catalogue, options.beam, length))
+            items = Catalogue.load(catalogue)
+            items.raise_if_different(tokenizer, "the model's")
+            serializer = None
+            prepare = self.job.data.prepare if self.job is not None else None
+            if prepare is not None and prepare.use in EVENTS:
+                defaults = inspect.signature(prepare_events).parameters
+                window, gaps = (prepare.args.get(name, defaults[name].default) for name in ("window", "gaps"))
+                serializer = HistorySerializer(items.by_name, window, gaps, 1.0)
+            services.append(
+                RankService(engine, tokenizer, self.name, items, serializer, beam=options.beam, max_length=length)
+            )
         if tokenizer.hf.chat_template:
             services.append(ResponseService(engine, tokenizer, self.name, length, options.max_new_tokens))
         return services
@@ -104,8 +114,7 @@ class ServedModel:
     def _factory(self, directory: ServedDirectory) -> LayerFactory | None:
         """Return the layer factory of the model, with components of the user's own that its job declares."""
         if self.job is None:
-            beside = [file for file in FILES.values() if (directory.base / file).is_file()]
-            if beside:
+            if beside := [file for file in FILES.values() if (directory.base / file).is_file()]:
                 raise UserError(
                     f"{self.where} has components of its own ({', '.join(beside)}), which only its run's job names: "
                     "give the run's directory, or the config whose published version it is"
@@ -120,19 +129,6 @@ class ServedModel:
             )
         own = layer_factory_of(without_adapters(spec))
         return directory.factory(own if own.replace else None)
-
-    def _ranking(
-        self, engine: NativeEngine, tokenizer: Tokenizer, catalogue: str, beam: int, length: int
-    ) -> RankService:
-        items = Catalogue.load(catalogue)
-        items.raise_if_different(tokenizer, "the model's")
-        serializer = None
-        prepare = self.job.data.prepare if self.job is not None else None
-        if prepare is not None and prepare.use in EVENTS:
-            defaults = inspect.signature(prepare_events).parameters
-            window, gaps = (prepare.args.get(name, defaults[name].default) for name in ("window", "gaps"))
-            serializer = HistorySerializer(items.by_name, window, gaps, 1.0)
-        return RankService(engine, tokenizer, self.name, items, serializer, beam=beam, max_length=length)
 
     def _by_vllm(self, directory: ServedDirectory, tokenizer: Tokenizer, options: ServingOptions) -> ResponseService:
         """Start vLLM in this process."""

@@ -49,7 +49,11 @@ def main():
     sys.path += first["own"]  # last: a file such as queue.py or httpx.py must hide no other module
     try:
         module, _, name = first["use"].partition(":")
-        loaded = from_file(module, first["file"]) if first["file"] else importlib.import_module(module)
+        if first["file"]:
+            loaded = types.ModuleType(module)
+            importlib.machinery.SourceFileLoader(module, first["file"]).exec_module(loaded)
+        else:
+            loaded = importlib.import_module(module)
         function = functools.partial(getattr(loaded, name), **first["args"])
     except BaseException as error:
         reply(error=said(error))
@@ -67,14 +71,6 @@ def leave():
     if os.path.basename(place).startswith(PREFIX):
         shutil.rmtree(place, ignore_errors=True)
     os._exit(0)
-
-
-def from_file(name, file):
-    """Return the module that a file defines."""
-    loader = importlib.machinery.SourceFileLoader(name, file)
-    module = types.ModuleType(name)
-    loader.exec_module(module)
-    return module
 
 
 def said(error):

@@ -102,8 +102,7 @@ def parse_chat(given: Mapping[str, Any]) -> ChatRequest:
 
 def whole_number(given: Mapping[str, Any], name: str, least: int = 1, most: int = 1 << 31) -> int | None:
     """Return a field of a request, None where it is not given. Raises HttpError (400) for another value."""
-    value = given.get(name)
-    if value is None:
+    if (value := given.get(name)) is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise HttpError(400, f"{name} must be a whole number from {least} to {most}, not {str(value)[:40]}", name)

@@ -175,8 +175,7 @@ class Exchange:
         await asyncio.wait([self.task])
         if self.task.cancelled():
             raise HttpError(410, "the session was closed before the response was complete", "session_closed")
-        error = self.task.exception()
-        if error is not None:
+        if (error := self.task.exception()) is not None:
             raise HttpError(500, f"the engine failed: {type(error).__name__}") from error
 
     def _report(self, chunk: dict[str, Any]) -> None:

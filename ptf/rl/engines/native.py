@@ -165,8 +165,7 @@ class NativeEngine:
         live, longest = responses, max(r.sampling.max_new_tokens for r in requests)
         for _ in progress.counted(range(longest), f"generate {len(requests)} responses", "tokens each"):
             tokens, kept = sample(live, logits), None
-            rows = [row for row, response in enumerate(live) if not response.ended]
-            if not rows:
+            if not (rows := [row for row, response in enumerate(live) if not response.ended]):
                 break
             if len(rows) < len(live):
                 kept = torch.tensor(rows, device=self.device)

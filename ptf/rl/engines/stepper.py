@@ -143,8 +143,7 @@ class Stepper:
                     self.changed.notify_all()
                     return
             try:
-                numbers = [number for number, one in self.running.items() if one.aborted]
-                if numbers:
+                if numbers := [number for number, one in self.running.items() if one.aborted]:
                     self.engine.abort(numbers)
                     with self.changed:
                         for number in numbers:

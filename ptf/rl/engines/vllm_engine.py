@@ -170,8 +170,7 @@ class VLLMEngine:
     def abort(self, numbers: Sequence[int]) -> None:
         """See SteppingEngine."""
         self._queue = deque(one for one in self._queue if one.number not in numbers)
-        names = [name for name, one in self._running.items() if one.number in numbers]
-        if names:
+        if names := [name for name, one in self._running.items() if one.number in numbers]:
             self.engine.abort_request(names)
         for name in names:
             del self._running[name]

@@ -69,8 +69,7 @@ class Gymnasium:
 
     def step(self, text: str) -> StepResult:
         """Play the action that the text names; return the next observation and the reward of the game."""
-        action = self.action(text)
-        if action is None:
+        if (action := self.action(text)) is None:
             message = {"role": "user", "content": f"Your answer has no action. Answer with {self.wanted}."}
             return StepResult([message], reward=-self.penalty)
         observation, reward, terminated, truncated, _ = self.game.step(action)

@@ -158,16 +158,14 @@ class JudgeReward(ServerReward):
             except UnreadableReply:
                 if attempt == self.retries:
                     raise
-            content = content_of(reply)
-            if content:  # the same request would get the same reply at temperature 0
+            if content := content_of(reply):  # the same request would get the same reply at temperature 0
                 again = {"role": "user", "content": f"{AGAIN} {closing}".strip()}
                 messages = [messages[0], {"role": "assistant", "content": content}, again]
         raise AssertionError("unreachable")
 
     def score_of(self, reply: Any, nonce: str) -> float:
         """Return the scaled score of a server's reply. Raises UnreadableReply."""
-        content = content_of(reply)
-        if content is None:
+        if (content := content_of(reply)) is None:
             raise UnreadableReply(f"the reply is no chat completion: {self.shown(str(reply))}")
         end = f"…{self.shown(content[-100:])}"
         if reply["choices"][0].get("finish_reason") == "length":

@@ -139,12 +139,10 @@ class Sender:
         self._await_read(version, sent)
 
     def _publish(self, version: int, number: int, description: Mapping[str, Any]) -> None:
-        """Put into the store what part `number` contains."""
         self.store.store.set(f"{version}/{number}", json.dumps(description))
         self.keys += [f"{version}/{number}", f"{version}/{number}/read"]
 
     def _await_read(self, version: int, number: int) -> None:
-        """Wait until every engine has read part `number`."""
         if number >= 0:
 
             def is_read() -> bool:
@@ -320,8 +318,7 @@ def send_and_receive(policy: RoleGroup, rollout: RoleGroup, transfer: Transfer, 
         both = [sending, receiving]
         wait(both, return_when=FIRST_EXCEPTION)
         wait(both, timeout=ECHO_S)
-        errors = [error for one in both if one.done() and (error := one.exception())]
-        if errors:
+        if errors := [error for one in both if one.done() and (error := one.exception())]:
             raise min(errors, key=lambda error: (not isinstance(error, Lost), isinstance(error, PeerFailed)))
         return receiving.result()
     finally:
