@@ -80,18 +80,15 @@ class Batch:
 
 
 ARRAYS = {
-    **dict.fromkeys(("tokens", "targets", "positions", "segments"), torch.int64),
-    "loss_weights": torch.float32,
+    **dict.fromkeys(("tokens", "targets", "positions", "segments"), np.int64),
+    "loss_weights": np.float32,
 }
 
 
-def lay_out(
-    sequences: Sequence[Sequence[PackUnit]], seq_len: int, micro_batch_sequences: int, pinned: bool = False
-) -> list[Batch]:
+def lay_out(sequences: Sequence[Sequence[PackUnit]], seq_len: int, micro_batch_sequences: int) -> list[Batch]:
     """Lay out sequences of at most `seq_len` tokens as batches of `micro_batch_sequences`; the last one may have fewer.
 
-    All have the columns that any document carries, with zeros for the others. `pinned`: they lie in page-locked
-    memory, from which a GPU copies while the host goes on; torch keeps it until the copies are made.
+    All have the columns that any document carries, with zeros for the others.
     """
     documents = (document for sequence in sequences for unit in sequence for document in unit)
     columns = {name: values for document in documents for name, values in document.token_columns.items()}
@@ -99,18 +96,14 @@ def lay_out(
         sequences[first : first + micro_batch_sequences]
         for first in range(0, max(1, len(sequences)), micro_batch_sequences)
     )
-    return [_lay_out_batch(part, seq_len, columns, pinned) for part in parts]
+    return [_lay_out_batch(part, seq_len, columns) for part in parts]
 
 
-def _lay_out_batch(
-    sequences: Sequence[Sequence[PackUnit]], seq_len: int, columns: Mapping[str, np.ndarray], pinned: bool
-) -> Batch:
+def _lay_out_batch(sequences: Sequence[Sequence[PackUnit]], seq_len: int, columns: Mapping[str, np.ndarray]) -> Batch:
     """Lay out the documents of one batch, with columns like those given. A document's last token has no target."""
     shape = len(sequences), seq_len
-    arrays = {name: torch.empty(shape, dtype=dtype, pin_memory=pinned) for name, dtype in ARRAYS.items()}
-    for name, values in arrays.items():
-        values.numpy().fill(-1 if name == "segments" else 0)  # nothing but padding
-    tokens, targets, positions, segments, loss_weights = (arrays[name].numpy() for name in ARRAYS)
+    arrays = {name: np.full(shape, -1 if name == "segments" else 0, dtype) for name, dtype in ARRAYS.items()}
+    tokens, targets, positions, segments, loss_weights = arrays.values()
     token_columns = {name: np.zeros((*shape, *like.shape[1:]), like.dtype) for name, like in columns.items()}
     documents: list[Document] = []
     units: list[int] = []  # of each document
@@ -140,7 +133,7 @@ def _lay_out_batch(
     ends = np.cumsum([n for n in spans if n], dtype=np.int32)
     prefix_lengths = tuple(document.prefix_length for document in documents)
     return Batch(
-        **arrays,
+        **{name: torch.from_numpy(values) for name, values in arrays.items()},
         units=torch.from_numpy(of_unit),
         lengths=tuple(len(document.tokens) for document in documents),
         prefix_lengths=prefix_lengths,

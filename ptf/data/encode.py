@@ -293,10 +293,11 @@ def limit_length(unit: PackUnit, seq_len: int, too_long: TooLong) -> list[PackUn
             "truncate or split"
         )
     if too_long == "drop":
-        judged = np.flatnonzero(unit[0].loss_weights[:seq_len])
-        if len(unit) > 1 or "answer_length" not in unit[0].token_columns or not len(judged):
+        first, *others = unit
+        judged = np.flatnonzero(first.loss_weights[:seq_len])
+        if others or "answer_length" not in first.token_columns or not len(judged):
             return []
-        return [(unit[0].take(slice(int(judged[-1]) + 1)),)]  # up to the last judged response that fits
+        return [(first.take(slice(int(judged[-1]) + 1)),)]  # up to the last judged response that fits
     if too_long == "split":
         if len(unit) > 1:
             raise UserError(

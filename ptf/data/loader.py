@@ -53,12 +53,11 @@ class Loader(Iterator[list[Batch]]):
         seq_len: int,
         timeout_s: float = 1800.0,
         peers: Peers | None = None,
-        pinned: bool = False,
     ):
         """Make a loader for one rank.
 
         `peers` is the group of neighbouring ranks with which sequences are exchanged; without it, a rank trains the
-        sequences that it makes. `pinned`: lay sequences out in page-locked memory, for a GPU.
+        sequences that it makes.
         """
         if partitions % world_size or sequences % world_size:
             raise UserError(
@@ -68,7 +67,6 @@ class Loader(Iterator[list[Batch]]):
         self._factory, self._partitions, self._sequences = partition_factory, partitions, sequences
         self._micro_sequences, self._seq_len = micro_batch_sequences, seq_len
         self._peers = peers if peers is not None and peers.size > 1 else None
-        self._pinned = pinned
         self._thread: threading.Thread | None = None
         self._timeout_s = timeout_s
         self._template: PackUnit | None = None
@@ -131,7 +129,7 @@ class Loader(Iterator[list[Batch]]):
             numbers = self._sequence_numbers
             if self._peers is not None:
                 sequences, numbers = exchange_sequences(sequences, numbers, self._peers)
-            batches = lay_out(sequences, self._seq_len, self._micro_sequences, self._pinned)
+            batches = lay_out(sequences, self._seq_len, self._micro_sequences)
             tokens = sum(length(unit) for sequence in sequences for unit in sequence)
             yield _Share(batches, numbers, tokens / (len(sequences) * self._seq_len), *states)
             step += 1

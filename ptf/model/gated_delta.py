@@ -38,8 +38,7 @@ class GatedDeltaNet(nn.Module):
         )
         for name, width in widths.items():
             self.add_module(f"{name}_proj", factory.linear(f"{path}.{name}_proj", c.dim, width))
-        # of the convolution [channels, 1, width], which `Attend.delta` applies
-        self.conv = nn.ParameterDict({"weight": torch.zeros(2 * keys + values, 1, c.delta.conv)})
+        self.conv = Convolution(2 * keys + values, c.delta.conv)
         self.a_log = Parameter(torch.zeros(c.delta.value_heads))
         self.dt_bias = Parameter(torch.ones(c.delta.value_heads))
         self.norm = GatedNorm(c.delta.value_dim, c.norm_eps)
@@ -79,6 +78,14 @@ class GatedDeltaNet(nn.Module):
         if c.value_heads > c.key_heads:
             q, k = (t.repeat_interleave(c.value_heads // c.key_heads, -2) for t in (q, k))
         return q * c.key_dim**-0.5, k, v.unflatten(-1, (c.value_heads, -1))
+
+
+class Convolution(nn.Module):
+    """The weights of the convolution, [channels, 1, width], which `Attend.delta` applies."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.zeros(channels, 1, width))
 
 
 class GatedNorm(nn.Module):

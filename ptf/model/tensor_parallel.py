@@ -239,7 +239,7 @@ def cut(model: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> 
         own = module.forward
         inner = own if style.forward is None else functools.partial(style.forward, module, own, group)
         if style.sequence_parallel:
-            module.forward = functools.partial(_of_sequence_parallel, inner, group)
+            module.forward = functools.partial(_of_sequence_parallel, inner, group)  # type: ignore[method-assign]
         elif style.forward is not None:
             module.forward = inner
     if unknown:

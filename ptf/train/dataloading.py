@@ -79,7 +79,6 @@ def make_loader(job: Job, partitions: Partitions, world: World) -> Loader:
         seq_len=data.seq_len,
         timeout_s=job.compute.timeout_s,
         peers=peers(world, group_size(world.data_parallel_size), job.compute.timeout_s),
-        pinned=world.device.type == "cuda",
     )
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -91,20 +90,3 @@ def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
         told = zip(batch.lengths, batch.prefix_lengths, batch.sources, strict=True)
         assert list(told) == [(len(sample), sample.prefix_length, sample.source) for sample in samples]
         assert torch.equal(Batch.of(part, SEQ_LEN).tokens, batch.tokens)
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_page_locked_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
-    """Torch gives other memory for it here, where there is no GPU."""
-    asked, empty = [], torch.empty
-
-    def without_gpu(*size: int, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        asked.append(pin_memory)
-        return empty(*size, **more).fill_(99)  # whatever was there before
-
-    monkeypatch.setattr(torch, "empty", without_gpu)
-    sequences: list[list[PackUnit]] = [[(Document(np.arange(9, dtype=np.int32), np.ones(9, np.float32)),)]] * 2
-    first, second = lay_out(sequences, SEQ_LEN, 1, pinned)
-    assert asked == [pinned] * 10
-    assert first.loss_weights.sum() == second.loss_weights.sum() == 8
-    assert (first.segments >= 0).sum() == 9

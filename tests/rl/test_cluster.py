@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.rl.cluster import LocalCluster, Pool
 
 
@@ -12,7 +13,7 @@ class Group:
     """A role group that records its calls in a list that all share."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
-        self.spec, self.calls = SimpleNamespace(name=name, workers=1), calls
+        self.spec, self.calls = SimpleNamespace(name=name, mesh=MeshSizes()), calls
 
     def call(self, method: str) -> float | None:
         if method == "peak_memory_gib":
