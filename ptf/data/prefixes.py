@@ -25,6 +25,11 @@ def untrained_prefix(sample: Document) -> bytes:
     return sample.tokens[: first[0]].tobytes() if len(first) and first[0] > 1 else b""
 
 
+def without_prefix(sample: Document, n: int) -> Document:
+    """Return the sample without its first n tokens."""
+    return replace(sample.take(slice(n, None)), prefix_length=n)
+
+
 def prefix_groups(samples: Sequence[Document], seq_len: int) -> list[PackUnit]:
     """Group the samples of one row into units of at most `seq_len` tokens that share prefixes.
 
@@ -42,7 +47,7 @@ def prefix_groups(samples: Sequence[Document], seq_len: int) -> list[PackUnit]:
                 _common_prefix(head.tokens, sample.tokens), len(untrained_prefix(sample)) // sample.tokens.itemsize - 1
             )
             if n > 0 and len(sample) - n <= room:
-                unit.append(replace(sample.take(slice(n, None)), prefix_length=n))
+                unit.append(without_prefix(sample, n))
                 room -= len(sample) - n
             else:
                 left.append(sample)
@@ -83,7 +88,7 @@ def pack_shared(units: Sequence[PackUnit], seq_len: int) -> list[list[PackUnit]]
                 raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {seq_len}")
             home = next((i for i in homes if room[i] >= n - shared), None) if shared else None
             if home is not None:
-                homes[home].append((replace(unit[0].take(slice(shared, None)), prefix_length=shared),))
+                homes[home].append((without_prefix(unit[0], shared),))
                 room[home] -= n - shared
                 continue
             home = int(np.argmax(room[: len(sequences)] >= n)) if sequences else 0
