@@ -53,7 +53,7 @@ class Flops:
         `prefix_lengths` (default 0) are the tokens before each document that were computed with another document, whose
         prefix it shares.
         """
-        documents = list(zip(lengths, prefix_lengths or [0] * len(lengths), strict=True))
+        documents = list(zip(lengths, [0] * len(lengths) if prefix_lengths is None else prefix_lengths, strict=True))
         attention = sum(
             each * (pairs(b + n, window) - pairs(b, window))
             for window, each in self.per_pair.items()

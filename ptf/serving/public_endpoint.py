@@ -42,9 +42,13 @@ async def _serve(endpoint: "PublicEndpoint") -> None:
 
 
 class PublicEndpoint:
-    """Serves a model's services; with a `key`, to those that have it."""
+    """Serves a model's services; with a `key`, to those that have it.
+
+    Raises UserError for a host other than this machine's own without a key.
+    """
 
     def __init__(self, services: list[Service], model: str, *, host: str, port: int, key: str | None) -> None:
+        host = address_of(host, key)
         self.services, self.model, self.key, self.created = services, model, key, int(time.time())
         self.handlers = {path: handle for service in services for path, handle in service.paths.items()}
         self.server = HttpServer(self._handle, host=host, port=port, admit=self._authorise)

@@ -3,11 +3,12 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptf.data.batch import Batch, lay_out
+from ptf.data.batch import Batch, lay_out, moved
 from ptf.data.document import Document, PackUnit
 
 SEQ_LEN = 24
@@ -90,3 +91,27 @@ def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
         told = zip(batch.lengths, batch.prefix_lengths, batch.sources, strict=True)
         assert list(told) == [(len(sample), sample.prefix_length, sample.source) for sample in samples]
         assert torch.equal(Batch.of(part, SEQ_LEN).tokens, batch.tokens)
+
+
+@pytest.mark.parametrize(
+    ("device", "pinned", "wanted"),
+    [("cuda", False, ["pin", "copy"]), ("cuda", True, ["copy"]), ("cpu", False, ["copy"])],
+)
+def test_a_gpu_copies_from_page_locked_memory(device: str, pinned: bool, wanted: list[str]) -> None:
+    done: list[str] = []
+
+    class Host:
+        def is_pinned(self) -> bool:
+            return pinned
+
+        def pin_memory(self) -> "Host":
+            done.append("pin")
+            return self
+
+        def to(self, where: torch.device, non_blocking: bool) -> "Host":
+            assert (where.type, non_blocking) == (device, True)
+            done.append("copy")
+            return self
+
+    moved(Host(), torch.device(device))  # type: ignore[arg-type]
+    assert done == wanted

@@ -160,7 +160,7 @@ USER, CALL = {"role": "user", "content": "a"}, {"function": {"name": "f", "argum
         ),
         (
             [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
-            "message 1: the arguments of f are not",
+            "message 1: the arguments of f are not JSON that can be read",
         ),
     ],
 )

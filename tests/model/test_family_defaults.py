@@ -49,3 +49,11 @@ def test_gemma_multiplies_embeddings_by_the_root_of_their_width(model_type):
     config = filled({"model_type": model_type, "hidden_size": 256})
     found = family_of(config).config(config).embed_scale
     assert found == (16.0 if model_type.startswith("gemma") else 1.0)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_a_window_without_a_size_has_transformers_size(model_type):
+    config = filled({"model_type": model_type, "use_sliding_window": True})
+    windows = {layer.window for layer in family_of(config).config({**config, "sliding_window": 4096}).layers}
+    del config["sliding_window"]
+    assert {layer.window for layer in family_of(config).config(config).layers} == windows == {None, 4096}

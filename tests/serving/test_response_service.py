@@ -10,7 +10,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.rl.rewards.judge_reward import JudgePrompt, JudgeReward, UnreadableReply
 from ptf.serving.conversation import Chat
-from ptf.serving.public_endpoint import address_of
+from ptf.serving.public_endpoint import PublicEndpoint
 from ptf.serving.served_model import ServedModel
 from ptf.tasks.tiny import write_model
 from tests.serving.serving import asked, chatting
@@ -178,7 +178,7 @@ def test_sampling_ends_when_the_client_leaves(model, stream):
 
 def test_what_cannot_be_served_is_refused(model, tmp_path):
     with pytest.raises(UserError, match=r"--host 0\.0\.0\.0: an address that other machines reach needs a key"):
-        address_of("0.0.0.0", None)
+        PublicEndpoint([], "m", host="0.0.0.0", port=0, key=None)
     with pytest.raises(UserError, match="--max-length 2000: the model reads 1024 tokens at most"):
         asked(model, None, max_length=2000)
     with pytest.raises(UserError, match="there is no directory"):

@@ -108,7 +108,7 @@ def tree(id: str, commit: str) -> dict[str, Entry]:
     from huggingface_hub.hf_api import RepoFile
 
     cached = _cache_directory(id, commit) / "files.json"
-    with contextlib.suppress(storage.Corrupt):  # missing or damaged: it is requested
+    with contextlib.suppress(storage.Corrupt, NotADirectoryError):  # missing or damaged: it is requested
         listing = storage.read_record(str(cached), "", {"id": id, "commit": commit})["files"]
         return {name: Entry(*entry) for name, entry in listing.items()}
     _check_reachable(id, commit)

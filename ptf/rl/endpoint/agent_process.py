@@ -217,7 +217,7 @@ class AgentProcesses:
             if process.should_be_replaced:
                 self.processes[i] = AgentProcess(self.config)
                 await asyncio.to_thread(process.close)
-        process = min(self.processes, key=lambda one: one.coming + len(one.waiting))
+        process = min(self.processes, key=lambda one: one.coming + len(one.waiting) - (None in one.waiting))
         return await process.play(row, base_url, api_key, seed)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from ptf.data.trie import Trie
 from ptf.errors import UserError
 from ptf.model import model_files
 from ptf.model.backends import backend_of
+from ptf.model.model import Model
 from ptf.model.peft_format import save
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.protocol import NOTHING, Progress, Request
@@ -132,8 +133,7 @@ class VLLMEngine:
         weakref.finalize(self, contexts.close)  # when the process ends, at the latest
         model = backend_of(backend).build(directory, head="lm")
         self.names = model.hf_names()
-        with TensorFiles(directory) as files:  # such as a vision tower: vLLM keeps what it has loaded
-            self.carried = model.carried_names(files)
+        self.carried = never_sent(model, directory)
         if version < 0 and "quantization_config" in model_files.read_config(directory):
             arguments |= unquantised(directory, self._directory / "model")
         with nothing_outlives_it() if tensor > 1 else contextlib.nullcontext():
@@ -417,6 +417,12 @@ def max_lora_rank(rank: int, directory: Path, dtype: str) -> int:
     if found := [fault for fault, present in faults.items() if present]:
         raise UserError(f"rollout.lora_sync: vllm cannot serve {found[0]}; use merged")
     return next(supported for supported in LORA_RANKS if supported >= rank)
+
+
+def never_sent(model: Model, directory: Path) -> set[str]:
+    """Return the tensors that vLLM loads and no sync replaces, such as those of a vision tower."""
+    with TensorFiles(directory, model.aliases) as files:
+        return {name for name in model.carried_names(files) if not name.endswith("rotary_emb.inv_freq")}
 
 
 def import_model(directory: Path) -> None:

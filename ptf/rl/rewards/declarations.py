@@ -92,7 +92,9 @@ def is_asynchronous(function: Callable) -> bool:
 
     Of an object, its attribute `is_coroutine` says so if it has one, otherwise its method `__call__`.
     """
-    own = function.func if isinstance(function, functools.partial) else function
+    own = function
+    while isinstance(own, functools.partial):  # of the job's arguments, and of those of a call
+        own = own.func
     method = getattr(type(own), "__call__", None)  # noqa: B004
     return getattr(own, "is_coroutine", inspect.iscoroutinefunction(own) or inspect.iscoroutinefunction(method))
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ptf.model import bridge, model_files
 from ptf.model.tensor_files import TensorFiles
 from ptf.rl.engines.stepper import Stepper
-from ptf.rl.engines.vllm_engine import VLLMEngine, unquantised
+from ptf.rl.engines.vllm_engine import VLLMEngine, never_sent, unquantised
 from ptf.rl.engines.vllm_extension import forget_kernels_of_experts, refusing_lost_weights
 from ptf.rl.weights.verification import SyncError, manifest_of
 from tests.child import run_python
@@ -52,6 +53,19 @@ def test_what_is_missing_or_of_another_model_is_a_fault():
         buckets = [[(name, torch.zeros(1)) for name in names]]
         with pytest.raises(SyncError, match=rf"other tensors than were sent, they differ in \['{different}'\]"):
             engine.load_weights(buckets, manifest_of(buckets, 4))
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_vision_tower_is_never_sent_whatever_its_prefix(tmp_path, prefix):
+    """A published checkpoint has either; vLLM may not discard it."""
+    file = multimodal_checkpoint(tmp_path) / "model.safetensors"
+    tensors = {name.removeprefix("model."): t for name, t in load_file(file).items() if "vision_tower" in name}
+    rest = {name: t for name, t in load_file(file).items() if "vision_tower" not in name}
+    rotations = {"language_model.model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(1)}  # of no weight
+    save_file({**rest, **rotations, **{prefix + name: t for name, t in tensors.items()}}, file, {"format": "pt"})
+    found = never_sent(bridge.build(tmp_path, head="lm"), tmp_path)
+    assert {name for name in found if "vision_tower" in name} == set(tensors)
+    assert not any("inv_freq" in name for name in found)
 
 
 def test_the_checkpoint_of_these_forms_stores_other_names(tmp_path):

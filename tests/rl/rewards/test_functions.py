@@ -35,6 +35,24 @@ def fickle_one_by_one(row, text):
     return fickle(row, text)
 
 
+class Judge:
+    """A reward that is an object, and whose calls are coroutines."""
+
+    async def __call__(self, row, text):
+        return 0.25
+
+
+judge = Judge()
+
+
+def marked(row, text):
+    """A function that says itself that it returns coroutines."""
+    return judge(row, text)
+
+
+marked.is_coroutine = True
+
+
 @pytest.fixture(params=["fickle", "fickle_one_by_one"])
 def rewards(request):
     made = RewardWorkers(Plugin(use=f"tests.rl.rewards.test_functions:{request.param}"), timeout_s=1.0, retries=0)
@@ -86,6 +104,13 @@ def test_of_two_processes_that_answer_after_a_fork_no_answer_is_taken_for_anothe
     for text, outcome in zip(asked, found, strict=True):
         assert outcome == (NoResult("KeyError: 'gold'") if text == "raise" else Reward(1.0))
     assert rewards.score([({}, "ok")]) == [Reward(1.0)]
+
+
+@pytest.mark.parametrize("name", ["judge", "marked"])
+def test_calls_that_are_coroutines_are_awaited(name):
+    plugin = Plugin(use=f"tests.rl.rewards.test_functions:{name}")
+    with contextlib.closing(RewardWorkers(plugin, timeout_s=30.0)) as made:
+        assert made.score([({}, "ok"), ({}, "so")]) == [Reward(0.25)] * 2
 
 
 @pytest.mark.long
