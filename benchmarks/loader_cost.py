@@ -110,7 +110,7 @@ def documents_a_second(directory: Path, tokenizer: Tokenizer, documents: int, ep
 
 
 STAGES = {
-    "parquet: read and decompress a row group": [(columnar.Parquet, "block")],
+    "parquet: read and decompress a row group": [(columnar.NumberedBlocks, "block")],
     "its columns as arrays": [(token_file.TokenRows, "__init__")],
     "order of the rows": [(order.KnownRows, "__next__")],
     "samples of a row, and counts": [(encode.Encoder, "__call__")],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ptf import storage
 from ptf.errors import UserError
-from ptf.storage import file_verification
+from ptf.storage import file_verification, listings
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -201,3 +201,23 @@ def test_localize_keeps_places_apart_and_follows_changes(made, tmp_path):
     storage.upload(made, "memory://a/hf")
     assert file_verification.verify(storage.localize("memory://a/hf", tmp_path / "cache"))["step"] == 8
     fsspec.filesystem("memory").store.clear()
+
+
+def test_a_file_that_is_removed_while_a_directory_is_listed_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+    retry = listings.retry
+
+    def pruned(*arguments):
+        found = retry(*arguments)
+        (tmp_path / "b").unlink()
+        return found
+
+    monkeypatch.setattr(listings, "retry", pruned)
+    assert [name.rpartition("/")[2] for name in storage.listing(f"{tmp_path}/*")] == ["a"]
+
+
+def test_a_link_to_nothing_is_an_error(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError):
+        storage.change_stamps(f"{tmp_path}/*")

@@ -57,7 +57,8 @@ def change_stamps(uri: str) -> tuple[str, dict[str, str]]:
     if not entries and below != path:
         raise Missing(f"no such file or directory, and no file matches: {uri}")
     if on_disk(files):
-        held = {str(name): os.stat(name) for name in sorted(entries)}  # of what a link leads to
+        # of what a link leads to; what was removed since it was found is not there
+        held = {str(name): os.stat(name) for name in sorted(entries) if os.path.lexists(name)}
         return below.rstrip("/"), {name: f"{info.st_size} {info.st_mtime_ns}" for name, info in held.items()}
 
     def changes(about):

@@ -99,6 +99,8 @@ def held_out_sequence_losses(
     for batch in progress.counted(deal(sequences, world, 1, seq_len), "losses for the gate", "sequences"):
         batch = batch.to(world.device)
         _, metrics = recipe.loss(model, batch, frozen_models)
-        own.append([float(metrics.get("divergence", metrics["loss"])), float(recipe.denominator(batch))])
+        own.append(
+            [float(metrics["divergence" if "divergence" in metrics else "loss"]), float(recipe.denominator(batch))]
+        )
     sequences_of_all = np.concatenate([np.array(values) for values in world.gather_data(own)])
     return sequences_of_all[sequences_of_all[:, 1] > 0]
