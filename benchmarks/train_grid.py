@@ -68,7 +68,7 @@ GRID: dict[str, tuple[str, str, int, str, bool, bool, tuple[str, ...]]] = {
     "loop, a document a pass, compiled": (RESPONSES, "documents", 1, "sdpa", True, False, LARGE),
 }
 # the fastest settings of each peer, and TRL at one row a pass, again with variables of glibc by which a process keeps
-# what it frees; a run of ptf does that itself (ptf/compute/heap.py)
+# what it frees; a run of ptf does that itself (ptf/compute/world.py)
 KEPT_HEAP, AS_IT_IS = ", heap kept", "as glibc has it"
 HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "68719476736"}
 OF_HEAP = (

@@ -8,6 +8,7 @@ the device once. Sums are taken over the data-parallel ranks, maxima over all ra
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +21,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ptf.compute import heap
 from ptf.compute.heartbeat import Clock, beating
 from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
 
 CPU, ONE = torch.device("cpu"), MeshSizes()
 T = TypeVar("T")
+# glibc maps every large tensor anew and gives it back to the kernel when it is freed, so each step touches all of its
+# memory for the first time. A process that keeps what it has freed takes less CPU time for a step
+# (benchmarks/train_step.py runs the peers both ways); with an empty GLIBC_TUNABLES it leaves the heap as glibc has it.
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # numbers of mallopt's parameters, malloc.h
+OWN = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,8 @@ class World:
         return self.meshes.sizes.ranks
 
     @property
-    def data_parallel_size(self) -> int:
-        """Number of ranks that see different data."""
-        return self.meshes.sizes.data
-
-    @property
     def data_rank(self) -> int:
-        """Index of this rank's share among the `data_parallel_size` shares of the data."""
+        """Index of this rank's share among the `meshes.sizes.data` shares of the data."""
         return self.rank // self.meshes.sizes.model
 
     def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
@@ -84,13 +84,9 @@ class World:
         """
         return self._reduced(torch.as_tensor(value, dtype=torch.float64), dist.ReduceOp.SUM).cpu()
 
-    def max(self, value: float) -> float:
-        """Return the largest value over all ranks, of values of the host."""
-        return self.maxima(value)[0]
-
-    def maxima(self, *values: float) -> list[float]:
-        """Return the largest of each value over all ranks, of values of the host."""
-        return self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+    def max(self, value: float | Sequence[float]) -> torch.Tensor:
+        """Return the largest over all ranks of a value of the host, or of each of several, as float64."""
+        return self._reduced(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.MAX)
 
     def sum_and_max(self, sums: torch.Tensor, largest: torch.Tensor) -> tuple[list[float], list[float]]:
         """Return the sums of one vector over the data-parallel ranks, and the maxima of another over all ranks.
@@ -103,15 +99,11 @@ class World:
 
     def _reduced(self, value: torch.Tensor, op: Any) -> torch.Tensor:
         """Return the sum over the data-parallel ranks, or the maximum over all ranks, on the device of the value."""
-        if not self._has_peers:
+        if self.size == 1:
             return value.detach()
         found = value.detach().clone()
         dist.all_reduce(found, op, group=None if op == dist.ReduceOp.MAX else self.meshes.data)
         return found
-
-    @property
-    def _has_peers(self) -> bool:
-        return self.meshes.dense is not None and self.size > 1
 
     def barrier(self) -> None:
         """Wait until all ranks have arrived."""
@@ -120,7 +112,7 @@ class World:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in their order, on every rank."""
         values = [value] * self.size
-        if self._has_peers:
+        if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
@@ -139,7 +131,7 @@ class World:
                 error = raised
         known = error is None or isinstance(error, UserError)  # others may be no objects that processes can send
         box: list[Any] = [result, error if known else RuntimeError(f"rank 0: {error!r}")]
-        if self._has_peers:
+        if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         result, shared = box
         if error or shared:
@@ -174,6 +166,17 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def keep_freed_memory() -> bool:
+    """Let glibc keep freed memory for the next tensors of this process, and return whether it does.
+
+    It is left as it is where one of the variables of `OWN` sets it, and with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or any(name in os.environ for name in OWN):
+        return False
+    return mallopt(MMAP_MAX, 0) == 1 and mallopt(TRIM_THRESHOLD, -1) == 1  # no mapping of its own, no trimming
+
+
 @contextlib.contextmanager
 def joined(
     device: str, timeout_s: float, sizes: MeshSizes | None = None, threads: int | None = None
@@ -190,7 +193,7 @@ def joined(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:
-        heap.keep()
+        keep_freed_memory()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo",
         store=None if size > 1 else dist.HashStore(),

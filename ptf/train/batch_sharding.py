@@ -33,11 +33,11 @@ def deal(
 
     All ranks pass the same sequences.
     """
-    sequences_per_rank = max(1, -(-len(sequences) // world.data_parallel_size))
+    sequences_per_rank = max(1, -(-len(sequences) // world.meshes.sizes.data))
     # On a GPU batches have one shape, so that attention is compiled once; a CPU gains from less padding.
     if world.device.type == "cuda":
         sequences_per_rank = -(-sequences_per_rank // micro_batch_sequences) * micro_batch_sequences
-    shares = balanced([work_of(sequence) for sequence in sequences], world.data_parallel_size)
+    shares = balanced([work_of(sequence) for sequence in sequences], world.meshes.sizes.data)
     own_sequences = [sequences[i] for i in shares[world.data_rank]]
     own_sequences += [[idle(sequences)]] * (sequences_per_rank - len(own_sequences))
     if world.device.type == "cpu":

@@ -74,11 +74,11 @@ def make_loader(job: Job, partitions: Partitions, world: World) -> Loader:
         partitions=data.partitions,
         sequences=job.train.global_batch_sequences,
         rank=world.data_rank,
-        world_size=world.data_parallel_size,
+        world_size=world.meshes.sizes.data,
         micro_batch_sequences=1 if job.train.deterministic else job.train.micro_batch_sequences,
         seq_len=data.seq_len,
         timeout_s=job.compute.timeout_s,
-        peers=peers(world, group_size(world.data_parallel_size), job.compute.timeout_s),
+        peers=peers(world, group_size(world.meshes.sizes.data), job.compute.timeout_s),
     )
 
 
@@ -97,7 +97,7 @@ def planned_steps(job: Job, partitions: Partitions, loader: Loader, world: World
         job.train.steps,
         served=loader.served,
         total=lambda values: world.sum(values).tolist(),
-        most=world.max,
+        most=lambda end: float(world.max(end)),
         exact=exact,
     )
     if not plan.steps[1]:

@@ -280,7 +280,7 @@ def warm_up_run(parts: Parts) -> None:
     """Compile for the batches of the run before the first step."""
     job, world, frozen_models = parts.job, parts.world, list(parts.frozen_models.values())
     most, seq_len = job.train.micro_batch_sequences, job.data.seq_len
-    trained = in_passes(job.train.global_batch_sequences // world.data_parallel_size, most)
+    trained = in_passes(job.train.global_batch_sequences // world.meshes.sizes.data, most)
     validated = {most} if job.train.validate_every and job.data.validation else set[int]()
     scored = validated | (trained if parts.model in frozen_models else set())  # without its adapters
     warm_up(parts.model, world, seq_len, trained=trained, scored=scored, share_prefixes=job.data.share_prefixes)

@@ -179,7 +179,7 @@ class _Precomputing:
 
     def _rounds(self, reader: Reader, limit: int | None) -> Iterator[tuple[list[list[PackUnit]], bool]]:
         """Yield as many rows at a time as keep all ranks busy, and whether a row group ends with them."""
-        size = ROUND * self.job.train.micro_batch_sequences * self.world.data_parallel_size * self.job.data.seq_len
+        size = ROUND * self.job.train.micro_batch_sequences * self.world.meshes.sizes.data * self.job.data.seq_len
         left = limit
         for block, *_ in blocks_once(reader):
             rows: list[list[PackUnit]] = []

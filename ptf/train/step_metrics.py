@@ -55,9 +55,9 @@ class StepMeter:
         metrics |= dict(zip(self.counted, counts, strict=True))
         spent = time.perf_counter() - began
         # the maxima are over all ranks, including those of one tensor-parallel group
-        any_stopping, peak_memory, longest = world.maxima(
-            float(stopping), peak_memory_gib(world.device), float(max(lengths, default=0))
-        )
+        any_stopping, peak_memory, longest = world.max(
+            [float(stopping), peak_memory_gib(world.device), float(max(lengths, default=0))]
+        ).tolist()
         if text := self.model.config.beyond(int(longest)):
             self.say_once("a document of", text)
         metrics |= {"tokens_per_s": tokens / spent, **self.mfu(work / spent), "peak_memory_gib": peak_memory}

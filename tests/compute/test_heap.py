@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from ptf.compute import heap
+from ptf.compute import world
 from tests.child import run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 SCRIPT = """
 import json, resource, sys
 import torch
-from ptf.compute import heap
-kept = heap.keep() if sys.argv[1] == "keep" else None
+from ptf.compute import world
+kept = world.keep_freed_memory() if sys.argv[1] == "keep" else None
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(4):
@@ -28,7 +28,7 @@ print(json.dumps([kept, faults()]))
 
 
 def ran(how: str, **variables: str) -> tuple[bool | None, int]:
-    environment = {k: v for k, v in os.environ.items() if k not in heap.OWN} | variables
+    environment = {k: v for k, v in os.environ.items() if k not in world.OWN} | variables
     done = run_python("-c", SCRIPT, how, env=environment, timeout=120, check=True)
     kept, faults = json.loads(done.stdout.splitlines()[-1])
     return kept, faults

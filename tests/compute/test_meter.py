@@ -60,7 +60,7 @@ assert peak_memory_gib(device) < before + 0.5 * gib, "the peak since the last ca
 
 
 def test_on_a_cpu_the_peak_is_of_memory_that_has_been_freed_since() -> None:
-    """In a process of its own, since a rank keeps what it frees (ptf/compute/heap.py)."""
+    """In a process of its own, since a rank keeps what it frees (ptf/compute/world.py)."""
     done = run_python("-c", PEAK, timeout=120)
     assert done.returncode == 0, done.stderr
 

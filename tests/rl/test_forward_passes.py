@@ -1,10 +1,12 @@
 """Forward passes over samples: values are the same however samples are packed and however many passes there are."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.model import bridge
@@ -50,8 +52,8 @@ def test_values_of_a_sample_are_its_own_in_any_batch(tmp_path: Path, micro_batch
 class Idle(World):
     """A rank of a group in which another one has two passes more."""
 
-    def max(self, value: float) -> float:
-        return value + 2
+    def max(self, value: float | Sequence[float]) -> Tensor:
+        return super().max(value) + 2
 
 
 def test_ranks_make_the_same_number_of_passes(tmp_path: Path) -> None:

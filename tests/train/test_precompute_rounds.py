@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ptf.compute.world import Meshes, World
+from ptf.config.sections.compute import MeshSizes
 from ptf.data.document import Document
 from ptf.train import precompute
 
@@ -75,7 +77,7 @@ def test_rounds_have_every_row_up_to_the_limit(monkeypatch, limit, rounds):
     monkeypatch.setattr(precompute, "blocks_once", once)
     of: Any = object.__new__(precompute._Precomputing)
     of.job = SimpleNamespace(train=SimpleNamespace(micro_batch_sequences=2), data=SimpleNamespace(seq_len=2))
-    of.world = SimpleNamespace(data_parallel_size=2)
+    of.world = World(meshes=Meshes(MeshSizes(shard=2)))
     found = [([int(row[0][0].tokens[0]) for row in rows], ends) for rows, ends in of._rounds(None, limit)]
     assert found == rounds
     assert read == ([0, 4] if limit in (None, 5) else [0]), "no block is read beyond the limit"
