@@ -54,19 +54,16 @@ class Process:
     def this() -> "Process":
         """Return this process, with a new id."""
         pid = os.getpid()
-        return Process(uuid.uuid4().hex, socket.gethostname(), pid, _started(pid) or 0, *_machine())
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            namespace = os.readlink("/proc/self/ns/pid")
+        except OSError:  # no Linux: nothing is known of other processes, and only heartbeats count
+            boot = namespace = ""
+        return Process(uuid.uuid4().hex, socket.gethostname(), pid, _started(pid) or 0, boot, namespace)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether the process is on this machine."""
-        return bool(self.boot) and (self.boot, self.namespace) == _machine()
-
-
-def _machine() -> tuple[str, str]:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux: nothing is known of other processes, and only heartbeats count
-        return "", ""
+    def is_beside(self, other: "Process") -> bool:
+        """Return whether the other process is on the same machine."""
+        return bool(self.boot) and (self.boot, self.namespace) == (other.boot, other.namespace)
 
 
 def _started(pid: int) -> int | None:
@@ -98,13 +95,20 @@ class Record:
         return json.dumps({**vars(self), "holder": vars(self.holder)}, indent=1)
 
     @staticmethod
-    def read(text: str, uri: str) -> "Record":
-        """Parse the file's text. Raises UserError if it is not a lease."""
+    def read(uri: str) -> "tuple[str | None, Record | None]":
+        """Return the file's text and what it says; None for both where there is no file. Raises UserError if it is not
+        a lease."""
+        try:
+            text = storage.read_text(uri)
+        except storage.Missing:
+            return None, None
+        except UnicodeDecodeError:
+            text = ""
         try:
             fields = json.loads(text)
-            return Record(**{**fields, "holder": Process(**fields["holder"])})
+            return text, Record(**{**fields, "holder": Process(**fields["holder"])})
         except (ValueError, TypeError, KeyError):
-            raise _no_lease(uri) from None
+            raise UserError(f"{uri} is not a lease: remove it, if no other process is training this run") from None
 
     def holder_text(self) -> str:
         """Return the holder and the time since when, for messages."""
@@ -167,13 +171,12 @@ class Lease:
                 return
 
     def _read(self, uri: str) -> tuple[str, Record]:
-        text = _text(uri)
-        if text is None:
+        text, record = Record.read(uri)
+        if text is None or record is None:
             raise LeaseLost(
                 f"the lease {uri} was removed: another process may take this run over, "
                 "and this one ends without another write"
             )
-        record = Record.read(text, uri)
         if (record.holder.id, record.token, record.released) != (self.id, self.tokens[uri], False):
             raise LeaseLost(
                 f"this run was taken over by {record.holder_text()} ({uri}); this process ends without another write"
@@ -227,19 +230,18 @@ def _take(uri: str, process: Process) -> int:
     """Take the lease and return its token. Raises RunInUse if another process holds it and is alive."""
     watched, ends = None, 0.0
     while True:
-        text = _text(uri)
-        before = None if text is None else Record.read(text, uri)
+        text, before = Record.read(uri)
         record = Record(before.token + 1 if before else 1, process, time.time(), time.monotonic())
         # that a holder has ended only its own machine knows
         if (
             before is None
             or before.released
-            or (before.holder.is_here and _started(before.holder.pid) != before.holder.started)
+            or (before.holder.is_beside(process) and _started(before.holder.pid) != before.holder.started)
         ):
             if _swap(uri, record.text, text):
                 return record.token
             continue  # another process was first
-        if before.holder.is_here:
+        if before.holder.is_beside(process):
             silent = time.monotonic() - before.beat > SILENT_S
         else:
             silent = text == watched and time.monotonic() > ends
@@ -251,7 +253,7 @@ def _take(uri: str, process: Process) -> int:
                 )
                 return record.token
             continue
-        if before.holder.is_here or watched not in (None, text):
+        if before.holder.is_beside(process) or watched not in (None, text):
             raise RunInUse(
                 f"{uri.rsplit('/', 1)[0]} is being written by {before.holder_text()}. Wait for it, "
                 f"or end it (kill {before.holder.pid} on "
@@ -269,26 +271,13 @@ def _take(uri: str, process: Process) -> int:
         time.sleep(POLL_S)
 
 
-def _text(uri: str) -> str | None:
-    try:
-        return storage.read_text(uri)
-    except storage.Missing:
-        return None
-    except UnicodeDecodeError:
-        raise _no_lease(uri) from None
-
-
-def _no_lease(uri: str) -> UserError:
-    return UserError(f"{uri} is not a lease: remove it, if no other process is training this run")
-
-
 def _swap(uri: str, text: str, expected: str | None) -> bool:
     """Write the text if the file still holds `expected`; return whether it was written."""
     if not storage.is_local(uri):
         # the response to this process's own write may have been lost
-        return storage.swap_text(uri, text, expected) or _text(uri) == text
+        return storage.swap_text(uri, text, expected) or Record.read(uri)[0] == text
     with _locked(uri):
-        is_expected = _text(uri) == expected
+        is_expected = Record.read(uri)[0] == expected
         if is_expected:
             storage.write_text(uri, text)
     return is_expected
@@ -300,11 +289,11 @@ def _locked(uri: str) -> Iterator[None]:
 
     Raises RunInUse if another process keeps it for longer than any commit takes.
     """
-    file = storage.local_path(uri)
+    file = Path(storage.store_of(uri)[1])
     with locked(file.with_name(f".{file.name}.lock"), SILENT_S) as is_held:
         if not is_held:
-            text = _text(uri)
-            holder = Record.read(text, uri).holder_text() if text else "another process"
+            record = Record.read(uri)[1]
+            holder = record.holder_text() if record else "another process"
             raise RunInUse(
                 f"{uri} is locked by {holder}, in the middle of a write for {SILENT_S:g} s: if it is stopped, end it"
             )

@@ -101,12 +101,18 @@ def test_who_was_killed_is_succeeded_at_once(
         lease.check()
 
 
+def stored(file: str) -> Record:
+    record = Record.read(file)[1]
+    assert record is not None
+    return record
+
+
 def foreign(job: Job, run: Path, change: Callable[[Record], Record]) -> Record:
     """The lease, held by another."""
     with hold_lease(job, run):
         pass
     file = place(job, run)
-    found = change(replace(Record.read(storage.read_text(file), file), released=False))
+    found = change(replace(stored(file), released=False))
     storage.write_text(file, found.text)
     return found
 
@@ -152,17 +158,15 @@ def test_who_hangs_here_is_succeeded_and_then_writes_nothing(
     run = tmp_path / "runs" / "a"
     with hold_lease(job, run) as lost:
         file = place(job, run)
-        record = Record.read(storage.read_text(file), file)
+        record = stored(file)
         storage.write_text(file, replace(record, beat=record.beat - 2 * leases.SILENT_S).text)
         with hold_lease(job, elsewhere(job, tmp_path)) as lease:
             lease.check()
             for act in (lost.check, partial(lost.renew, file), lost.commit().__enter__):
                 with pytest.raises(LeaseLost, match=rf"taken over by process {os.getpid()} on"):
                     act()
-        assert Record.read(storage.read_text(file), file).released
-    assert Record.read(storage.read_text(file), file).token == lost.tokens[file] + 1, (
-        "nor has it released what is another's"
-    )
+        assert stored(file).released
+    assert stored(file).token == lost.tokens[file] + 1, "nor has it released what is another's"
 
 
 def test_a_lease_that_was_removed_is_lost_and_not_made_again(
@@ -258,7 +262,7 @@ def test_a_run_that_was_taken_over_ends_without_a_write(
                 if thread.name == "ptf-save":  # the checkpoint of step 5 was begun under the lease
                     thread.join(60)
             for file in [str(directory / FILE), *(["memory://taken/a/lease.json"] if remote else [])]:
-                record = Record.read(storage.read_text(file), file)
+                record = stored(file)
                 storage.write_text(file, replace(record, beat=record.beat - 100).text)
             other.enter_context(hold_lease(job, directory))
             seen.update(held(directory))
