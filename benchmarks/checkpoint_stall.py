@@ -20,7 +20,7 @@ from published_shapes import qwen3
 from torch.utils._pytree import tree_map_only
 
 from ptf.compute.checkpoint import Checkpoints, tensors_of
-from ptf.compute.saver import Saver
+from ptf.compute.saver import BackgroundWriter, Saver
 from ptf.compute.world import joined
 from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.train import TrainConfig
@@ -51,7 +51,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         saves = Checkpoints(f"{scratch}/checkpoints", CheckpointConfig(every=1, keep=1), steps=asked.saves)
-        saver = Saver(saves, world, 600)
+        saver = Saver(saves, BackgroundWriter(world, 600))
         for step in range(1, asked.saves + 1):
             began = time.perf_counter()
             held = tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), tensors_of(model, optimizer))

@@ -107,12 +107,12 @@ def test_no_stage_is_silent_for_longer_than_the_interval(raw: dict, monkeypatch:
 def test_a_line_says_how_far_it_is_and_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    phase = progress.Phase("steps", 1000, "steps", first=200)
+    phase = progress.Phase("steps", 1000, "steps", first=200, done=200, began=now[0])
     assert str(phase) == "steps, 200 of 1,000 steps, 0 s"
     now[0] += 60
     phase.advance(40)
     assert str(phase) == "steps, 240 of 1,000 steps, 60 s, about 1,140 s left"
-    assert str(progress.Phase("read")) == "read, 0 s"
+    assert str(progress.Phase("read", began=now[0])) == "read, 0 s"
 
 
 def test_without_a_stage_nothing_is_printed(

@@ -21,7 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.utils._pytree import tree_map_only
 
 from ptf import storage
@@ -47,10 +52,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     settings are in the config. Raises UserError for a component with state that is not a tensor, because reading it
     back would run code of the file.
     """
-    return _tensors(model, *get_state_dict(model, optimizer))
-
-
-def _tensors(model: nn.Module, weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     trained = {name: w for name, w in weights.items() if name not in frozen}
     if others := [name for name, w in trained.items() if not isinstance(w, torch.Tensor)]:
@@ -58,7 +60,7 @@ def _tensors(model: nn.Module, weights: Mapping[str, Any], optimizer: Mapping[st
             f"{others[0]} is not a tensor, so a checkpoint cannot hold it: register it as a buffer, "
             "or build it again from the arguments"
         )
-    return {"model": trained, "optimizer": {"state": optimizer["state"]}}
+    return {"model": trained, "optimizer": {"state": moments["state"]}}
 
 
 def write(
@@ -101,8 +103,7 @@ def first_error(error: BaseException) -> str:
 
 def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Load what `write` wrote into a model on any number of ranks."""
-    weights, moments = get_state_dict(model, optimizer)
-    state = _tensors(model, weights, moments)
+    state = tensors_of(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(
@@ -113,7 +114,7 @@ def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimi
             model,
             optimizer,
             model_state_dict=state["model"],
-            optim_state_dict={**moments, **state["optimizer"]},
+            optim_state_dict={**get_optimizer_state_dict(model, optimizer), **state["optimizer"]},
             options=StateDictOptions(strict=False),
         )
 
@@ -192,15 +193,13 @@ class Checkpoints:
         """
         # newer checkpoints are damaged, and will be written again
         done = [other for other in self.finished if other <= step]
-        keep = {*done[: self.config.keep], *self.ranked()[:1]}
+        keep = {*done[: self.config.keep], *(self.ranked()[:1] if self.config.best else [])}
         for old in sorted(other for other in {*_numbers(storage.children(self.root))} - keep if other <= step):
             self.lease.check()
             storage.remove(self.path(old))
 
     def ranked(self) -> list[int]:
         """Return the checkpoints that have the metric `best`, the lowest first; of equal ones, the earlier first."""
-        if self.config.best is None:
-            return []
         values: dict[int, float] = {}
         for step in self.finished:
             try:
@@ -233,15 +232,11 @@ class Checkpoints:
         finished, unfinished = self._directories()
         for name in finished:
             if not STEP.fullmatch(name):
-                print(
-                    f"{self.root}/{name} is not a checkpoint of this run (step_ and 8 digits); it is ignored",
-                    flush=True,
-                )
+                text = f"{self.root}/{name} is not a checkpoint of this run (step_ and 8 digits); it is ignored"
+                print(text, flush=True)
         for step in reversed(_numbers(unfinished)):
-            print(
-                f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it is ignored",
-                flush=True,
-            )
+            text = f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it is ignored"
+            print(text, flush=True)
         found = self.first_whole(_numbers(finished), "the one before it")
         if not found and _numbers(finished):
             raise UserError(

@@ -44,20 +44,16 @@ def peak_flops(device: torch.device, precision: str, product: Product = F.linear
     dtypes = [torch.float32] if precision == "fp32" else [torch.bfloat16]
     if device.type == "cpu" and precision == "bf16":  # faster in fp32 without units for bf16
         dtypes.append(torch.float32)
-    return max(_measured_flops(device, dtype, product) for dtype in dtypes)
-
-
-def _measured_flops(device: torch.device, dtype: torch.dtype, product: Product) -> float:
-    n = 8192 if device.type == "cuda" else 768
-    a = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        product(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 / best
+    n, best = 8192 if device.type == "cuda" else 768, 0.0
+    for dtype in dtypes:
+        a = torch.randn(n, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
+        for _ in range(5):
+            start = time.perf_counter()
+            product(a, a)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = max(best, 2 * n**3 / (time.perf_counter() - start))
+    return best
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -8,6 +8,7 @@ ends with the manifest; in an online run the controller commits what its roles h
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ class BackgroundWriter:
     """Writes one checkpoint at a time in a thread; all ranks construct it and call its methods together."""
 
     def __init__(self, world: World, timeout_s: float) -> None:
-        self._world = world
+        self.world, self.timeout_s = world, timeout_s
         self._group: Any = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world.size > 1 else None
         )
@@ -62,11 +63,11 @@ class BackgroundWriter:
 
         def work() -> None:
             try:
-                if self._world.device.type == "cuda":
-                    torch.cuda.set_device(self._world.device)  # a new thread uses the first device
+                if self.world.device.type == "cuda":
+                    torch.cuda.set_device(self.world.device)  # a new thread uses the first device
                 if before:
                     before()
-                self.entries = write(path, tensors, host, self._world, self._group)
+                self.entries = write(path, tensors, host, self.world, self._group)
                 if after:
                     after(self.entries)
             except BaseException as e:  # raised later, in the thread that trains
@@ -78,7 +79,7 @@ class BackgroundWriter:
     def wait(self, wait_s: float) -> bool:
         """Return whether all ranks have ended writing, within `wait_s` seconds; then see `error` and `entries`."""
         # each rank's thread ends at a time of its own, and all must say the same
-        if self._world.max(float(not self.join(wait_s))):
+        if self.world.max(float(not self.join(wait_s))):
             return False
         self.thread = None
         return True
@@ -98,13 +99,13 @@ def why_not_written(error: BaseException | str, root: str, num_bytes: int) -> st
     return why
 
 
+@dataclass(eq=False)
 class Saver:
     """Writes the checkpoints of an offline run in a thread; all ranks construct it and call its methods together."""
 
-    def __init__(self, saves: Checkpoints, world: World, timeout_s: float) -> None:
-        self._saves, self._world, self._timeout_s = saves, world, timeout_s
-        self.writer = BackgroundWriter(world, timeout_s)
-        self._step = 0  # of the checkpoint being written
+    saves: Checkpoints
+    writer: BackgroundWriter
+    step: int = 0  # of the checkpoint being written
 
     def save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, host: dict, manifest: Mapping[str, Any]
@@ -115,7 +116,7 @@ class Saver:
         """
         began = time.perf_counter()
         self.wait()
-        world, saves, self._step = self._world, self._saves, step
+        world, saves, self.step = self.writer.world, self.saves, step
         path = str(world.together(lambda: saves.begin(step)))
         commit = partial(saves.commit, step, manifest=manifest) if world.leads else None
         # the lease is checked on every rank, before it writes its part
@@ -129,13 +130,13 @@ class Saver:
         """
         if self.writer.thread is None:
             return
-        done = self.writer.wait(self._timeout_s)
-        failed = self.writer.error if done else TimeoutError(f"not done after {self._timeout_s:g} s")
-        if self._world.max(float(failed is not None)):
+        timeout_s = self.writer.timeout_s
+        failed = self.writer.error if self.writer.wait(timeout_s) else TimeoutError(f"not done after {timeout_s:g} s")
+        if self.writer.world.max(float(failed is not None)):
             if isinstance(failed, LeaseLost):
                 raise failed
-            why = why_not_written(failed or "see the lines of the other ranks", self._saves.root, self.writer.num_bytes)
+            why = why_not_written(failed or "see the lines of the other ranks", self.saves.root, self.writer.num_bytes)
             raise UserError(
-                f"the checkpoint of step {self._step} could not be written to {self._saves.path(self._step)}: {why}; "
+                f"the checkpoint of step {self.step} could not be written to {self.saves.path(self.step)}: {why}; "
                 "the one before it is whole"
             )

@@ -43,7 +43,9 @@ class StepLines:
     def __init__(
         self, path: Path, resumed: int, lease: Lease = UNSHARED, expected: Mapping[str, Any] | None = None
     ) -> None:
-        self._lease, self._digest, self._count = lease, hashlib.sha256(), 0
+        self._lease, self._digest = lease, hashlib.sha256()
+        # the number of rows and their SHA-256, for the manifest of a checkpoint
+        self.state: dict[str, Any] = {"rows": 0}
         exists = path.is_file()
         text = self._encode([row for row in read_metrics(path) if row["step"] <= resumed])
         if expected and self.state != expected:
@@ -71,20 +73,11 @@ class StepLines:
             os.fsync(self.file.fileno())
 
     def _encode(self, rows: Sequence[Mapping[str, Any]]) -> str:
-        """Return the rows as lines, and add them to the count and the digest."""
+        """Return the rows as lines, and add them to `state`."""
         text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
         self._digest.update(text.encode())
-        self._count += len(rows)
+        self.state = {"rows": self.state["rows"] + len(rows), "sha256": self._digest.hexdigest()}
         return text
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The number of rows and their SHA-256, for the manifest of a checkpoint."""
-        return {"rows": self._count, "sha256": self._digest.hexdigest()}
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
 
 
 # what writes the metrics of a step, and what ends it
@@ -165,7 +158,7 @@ class Tracker:
         self.sinks = [tensorboard(directory, resumed)] if track_config.tensorboard else []
         if track_config.wandb_project:
             self.sinks.append(weights_and_biases(directory, track_config.wandb_project))
-        for close in (self.lines.close, *(close for _, close in self.sinks)):
+        for close in (self.lines.file.close, *(close for _, close in self.sinks)):
             self._stack.callback(close)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -315,5 +315,5 @@ class Controller:
     def close(self) -> None:
         """Close the logs, end what is in flight, and the processes of rewards and environments."""
         self.rollouts.close()
-        for each in (self.timeline, self.track, self.samples, self.validation_rewards):
+        for each in (self.timeline.file, self.track, self.samples, self.validation_rewards):
             each.close()

@@ -76,4 +76,4 @@ class ResponseLog:
     def close(self) -> None:
         """Close the file."""
         if self.lines:
-            self.lines.close()
+            self.lines.file.close()

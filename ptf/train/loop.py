@@ -263,7 +263,9 @@ def export_run(parts: Parts, ends: int) -> None:
     """Export the final weights, those of step `ends`, or those of the best checkpoint if the job keeps one."""
     job, world, source, model, merged = parts.job, parts.world, parts.source, parts.model, parts.run / MODEL
     parts.lease.check()
-    best = world.together(lambda: parts.saves.first_whole(parts.saves.ranked(), "the next best"))
+    best = None
+    if job.checkpoint.best:
+        best = world.together(lambda: parts.saves.first_whole(parts.saves.ranked(), "the next best"))
     if best is not None and best[0] != ends:
         with parts.trainer.whole_optimizer():
             checkpoint.load_tensors(parts.saves.path(best[0]), model, parts.trainer.optimizer, world)

@@ -6,7 +6,7 @@ from pathlib import Path
 from ptf.compute import provenance
 from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.lease import Lease
-from ptf.compute.saver import Saver
+from ptf.compute.saver import BackgroundWriter, Saver
 from ptf.compute.world import World, alone
 from ptf.config import Job
 from ptf.data.sources.rows import fingerprints, first_lines
@@ -49,7 +49,7 @@ class Parts:
         self.loader = make_loader(data_job, self.partitions, world)
         self.held_out = held_out_sequences(data_job, recipe, tokenizer, run / "quarantine" if world.leads else None)
         self.saves = Checkpoints.of(job, run, lease)
-        self.saver = Saver(self.saves, world, job.compute.timeout_s)
+        self.saver = Saver(self.saves, BackgroundWriter(world, job.compute.timeout_s))
         if world.leads:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data, packages = fingerprints(specs(job.data.sources)) if world.leads else {}, model.kernels.packages

@@ -9,18 +9,23 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
 EVERY_S = 25.0  # so that, with what a busy machine adds, 30 s do not pass
 
 
+@dataclass(eq=False)
 class Phase:
     """What is done, of which `done` of `total` units are; without a total, its seconds say how far it is."""
 
-    def __init__(self, name: str, total: float = 0.0, unit: str = "", first: float = 0.0) -> None:
-        self.name, self.total, self.unit, self.first, self.done = name, total, unit, first, first
-        self.began = time.monotonic()
+    name: str
+    total: float = 0.0
+    unit: str = ""
+    first: float = 0.0  # units that were done before
+    done: float = 0.0
+    began: float = field(default_factory=time.monotonic)
 
     def advance(self, units: float = 1.0) -> None:
         """Count further units."""
@@ -45,7 +50,7 @@ class Reporter:
     @contextlib.contextmanager
     def phase(self, name: str, total: float = 0.0, unit: str = "", first: float = 0.0) -> Iterator[Phase]:
         """Name what the block does. `first`: units that were done before it."""
-        phase = Phase(name, total, unit, first)
+        phase = Phase(name, total, unit, first, done=first)
         self.phases.append(phase)
         try:
             yield phase
@@ -75,7 +80,7 @@ class Reporter:
         with self.phase(name, len(items), unit) as phase:
             for item in items:
                 yield item
-                phase.advance()
+                phase.done += 1
 
     def _report(self, ended: threading.Event) -> None:
         while not ended.wait(EVERY_S / 25):

@@ -1,7 +1,10 @@
 """The speed that MFU divides by: the right GPU's, in the precision that it computes in."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import Tensor
 
 from ptf.compute import meter
 from ptf.compute.meter import PEAKS, known_gpu, peak_flops
@@ -69,10 +72,17 @@ def test_the_peak_of_a_cpu_is_that_of_the_fastest_product(monkeypatch) -> None:
     """Of those that a precision may be computed with: without units, bf16 is computed in fp32, too."""
     asked: list[torch.dtype] = []
     speeds = {torch.float32: 3.0, torch.bfloat16: 1.0}
-    monkeypatch.setattr(meter, "_measured_flops", lambda device, dtype, product: asked.append(dtype) or speeds[dtype])
+    now = [0.0]
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        asked.append(a.dtype)
+        now[0] += 2 * len(a) ** 3 / speeds[a.dtype]
+        return a
+
+    monkeypatch.setattr(meter, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     cpu = torch.device("cpu")
-    assert peak_flops(cpu, "bf16") == peak_flops(cpu, "fp32") == 3.0
-    assert asked == [torch.bfloat16, torch.float32, torch.float32]
+    assert [peak_flops(cpu, precision, product) for precision in ("bf16", "fp32")] == pytest.approx([3.0, 3.0])
+    assert asked == [torch.bfloat16] * 5 + [torch.float32] * 10
 
 
 def test_an_mfu_above_1_is_never_reported(monkeypatch, capsys) -> None:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ptf.compute import saver
+from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.saver import BackgroundWriter, Saver
 from ptf.compute.world import World
+from ptf.config.sections.checkpoint import CheckpointConfig
 from ptf.config.sections.compute import MeshSizes
 from tests.model.ranks import two_ranks, world_of
 
@@ -59,8 +61,7 @@ def test_an_interrupt_while_it_waits_is_no_failed_checkpoint() -> None:
     def interrupted(wait_s: float) -> bool:
         raise KeyboardInterrupt
 
-    one: Any = object.__new__(Saver)
-    one._world, one._timeout_s, one._step = World(), 1.0, 3
-    one.writer = SimpleNamespace(wait=interrupted, join=interrupted, thread=object())
+    writer: Any = SimpleNamespace(wait=interrupted, join=interrupted, thread=object(), world=World(), timeout_s=1.0)
+    one = Saver(Checkpoints("", CheckpointConfig(every=1), 3), writer, step=3)
     with pytest.raises(KeyboardInterrupt):
         one.wait()

@@ -104,7 +104,7 @@ def test_steps_lines_do_not_ask_an_object_store_for_the_lease(tmp_path: Path) ->
 
     lines = StepLines(tmp_path / "lines.jsonl", 0, Held())  # type: ignore[arg-type]
     lines.add({"step": 1})
-    lines.close()
+    lines.file.close()
     assert asked == [True, True]
     assert [row["step"] for row in read_metrics(tmp_path / "lines.jsonl")] == [1]
 
@@ -115,4 +115,4 @@ def test_a_row_is_on_the_disk_before_the_step_goes_on(tmp_path: Path, monkeypatc
     lines.add({"step": 1})
     assert synced == [str(tmp_path / "lines.jsonl")]
     assert [row["step"] for row in read_metrics(tmp_path / "lines.jsonl")] == [1]
-    lines.close()
+    lines.file.close()

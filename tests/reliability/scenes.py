@@ -311,7 +311,7 @@ def rows_file(made: Made, run: Path, other: Path, name: str, key: str) -> Scene:
 
     def read() -> Any:
         rows = StepLines(root / name, manifest["step"], expected=manifest[key])
-        rows.close()
+        rows.file.close()
         return (root / name).read_text()
 
     return Scene(root, read, counterpart, "is missing: its", older=[""])
