@@ -209,7 +209,22 @@ def run(job: Job, run_name: str) -> Path:
             submit_and_wait(job, run_name, directory)  # the submitted job holds the lease
         else:
             with hold_lease(job, directory) as lease:
-                _run(job, directory, lease)
+                begin(job, directory)
+                if job.rollout:
+                    with entry.large_imports():
+                        from ptf.rl.online_run import train_online
+
+                    train_online(job, directory, lease)
+                elif launch.needs_ray(job.compute):
+                    from ptf.compute.gang import on_ray
+
+                    with shutdown.sigterm_stops(directory):
+                        on_ray(run_rank, (str(directory), lease), job.compute, directory, "train")
+                elif job.compute.launcher == "torchrun":
+                    with shutdown.sigterm_stops(directory):
+                        launch.torchrun([str(directory), "--lease", json.dumps(vars(lease))], job.compute, directory)
+                else:
+                    run_rank(str(directory), lease)
     return directory
 
 
@@ -221,25 +236,6 @@ def begin(job: Job, directory: Path) -> None:
     if not os.environ.get(launch.LAUNCHED):
         (directory / shutdown.STOP).unlink(missing_ok=True)
         remove_leftovers(job, directory.name)
-
-
-def _run(job: Job, directory: Path, lease: Lease) -> None:
-    begin(job, directory)
-    if job.rollout:
-        with entry.large_imports():
-            from ptf.rl.online_run import train_online
-
-        train_online(job, directory, lease)
-    elif launch.needs_ray(job.compute):
-        from ptf.compute.gang import on_ray
-
-        with shutdown.sigterm_stops(directory):
-            on_ray(run_rank, (str(directory), lease), job.compute, directory, "train")
-    elif job.compute.launcher == "torchrun":
-        with shutdown.sigterm_stops(directory):
-            launch.torchrun([str(directory), "--lease", json.dumps(vars(lease))], job.compute, directory)
-    else:
-        run_rank(str(directory), lease)
 
 
 def submit_and_wait(job: Job, run_name: str, directory: Path) -> None:
@@ -354,9 +350,8 @@ def world_of(job: Job) -> "contextlib.AbstractContextManager[World]":
     """Return a context manager that makes this process one of the job's ranks."""
     from ptf.compute.world import joined
 
-    compute = job.compute
-    threads = compute.threads or launch.default_threads()
-    return joined(compute.device, compute.timeout_s, compute.mesh.sizes(compute.workers), threads)
+    of = job.compute
+    return joined(of.device, of.timeout_s, of.mesh.sizes(of.workers), of.threads or launch.default_threads())
 
 
 def run_by_hand(job: Job, run_name: str | None) -> None:

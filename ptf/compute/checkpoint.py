@@ -237,8 +237,9 @@ class Checkpoints:
         for step in reversed(_numbers(unfinished)):
             text = f"checkpoint {self.path(step)} was never finished: it has no {storage.MANIFEST}; it is ignored"
             print(text, flush=True)
-        found = self.first_whole(_numbers(finished), "the one before it")
-        if not found and _numbers(finished):
+        steps = _numbers(finished)
+        found = self.first_whole(steps, "the one before it") if steps else None
+        if steps and not found:
             raise UserError(
                 f"every checkpoint under {self.root} is damaged (see above). Restore one from a copy, or start a run "
                 "with another name"

@@ -96,8 +96,10 @@ class Record:
 
     @staticmethod
     def read(uri: str) -> "tuple[str | None, Record | None]":
-        """Return the file's text and what it says; None for both where there is no file. Raises UserError if it is not
-        a lease."""
+        """Return the file's text and what it says; None for both where there is no file.
+
+        Raises UserError if it is not a lease.
+        """
         try:
             text = storage.read_text(uri)
         except storage.Missing:

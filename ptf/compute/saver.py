@@ -130,12 +130,12 @@ class Saver:
         """
         if self.writer.thread is None:
             return
-        timeout_s = self.writer.timeout_s
-        failed = self.writer.error if self.writer.wait(timeout_s) else TimeoutError(f"not done after {timeout_s:g} s")
-        if self.writer.world.max(float(failed is not None)):
+        writer, timeout_s = self.writer, self.writer.timeout_s
+        failed = writer.error if writer.wait(timeout_s) else TimeoutError(f"not done after {timeout_s:g} s")
+        if writer.world.max(float(failed is not None)):
             if isinstance(failed, LeaseLost):
                 raise failed
-            why = why_not_written(failed or "see the lines of the other ranks", self.saves.root, self.writer.num_bytes)
+            why = why_not_written(failed or "see the lines of the other ranks", self.saves.root, writer.num_bytes)
             raise UserError(
                 f"the checkpoint of step {self.step} could not be written to {self.saves.path(self.step)}: {why}; "
                 "the one before it is whole"

@@ -44,12 +44,10 @@ class StepLines:
         self, path: Path, resumed: int, lease: Lease = UNSHARED, expected: Mapping[str, Any] | None = None
     ) -> None:
         self._lease, self._digest = lease, hashlib.sha256()
-        # the number of rows and their SHA-256, for the manifest of a checkpoint
-        self.state: dict[str, Any] = {"rows": 0}
-        exists = path.is_file()
+        self.state: dict[str, Any] = {"rows": 0}  # and their SHA-256, for the manifest of a checkpoint
         text = self._encode([row for row in read_metrics(path) if row["step"] <= resumed])
         if expected and self.state != expected:
-            if exists:
+            if path.is_file():
                 raise UserError(
                     f"{path} no longer has the {expected['rows']} rows that it had at step {resumed}: the file was "
                     "damaged; restore it, or remove it to continue without it"

@@ -28,17 +28,17 @@ from ptf.errors import UserError
 CPU, ONE = torch.device("cpu"), MeshSizes()
 T = TypeVar("T")
 # glibc maps every large tensor anew and gives it back to the kernel when it is freed, so each step touches all of its
-# memory for the first time. A process that keeps what it has freed takes less CPU time for a step
-# (benchmarks/train_step.py runs the peers both ways); with an empty GLIBC_TUNABLES it leaves the heap as glibc has it.
+# memory for the first time. A process that keeps what it has freed takes less CPU time for a step: the peers are run
+# both ways (benchmarks/train_step.py). With an empty GLIBC_TUNABLES it leaves the heap as glibc has it.
 TRIM_THRESHOLD, MMAP_MAX = -1, -4  # numbers of mallopt's parameters, malloc.h
-OWN = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+HEAP_SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @dataclass(frozen=True)
 class Meshes:
     """How the ranks are divided, and their process groups."""
 
-    sizes: MeshSizes = ONE
+    sizes: MeshSizes = ONE  # a rank sees the share `rank // sizes.model` of `sizes.data` shares of the data
     dense: DeviceMesh | None = None  # with the axes of `sizes`; None: one process without collectives
     data: dist.ProcessGroup | None = None  # ranks that see different data, this one among them; None: all ranks
 
@@ -70,11 +70,6 @@ class World:
     def size(self) -> int:
         """Number of ranks."""
         return self.meshes.sizes.ranks
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank's share among the `meshes.sizes.data` shares of the data."""
-        return self.rank // self.meshes.sizes.model
 
     def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
         """Sum over the data-parallel ranks, as float64 on the CPU; a scalar or a vector.
@@ -144,10 +139,10 @@ class World:
         ptf draws from generators that it creates; recipes and components of a user may draw from torch's (dropout
         does), and repeat what they drew if the key is that of a step.
         """
-        seed = int(np.random.SeedSequence([*key, self.data_rank]).generate_state(1, np.uint64)[0])
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed formats a stack for each kind of device without one
+        words = np.random.SeedSequence([*key, self.rank // self.meshes.sizes.model])
+        seed = int(words.generate_state(1, np.uint64)[0])
+        # torch.manual_seed formats a stack for each kind of device without one
+        torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
             torch.cuda.manual_seed_all(seed)
 
@@ -169,10 +164,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 def keep_freed_memory() -> bool:
     """Let glibc keep freed memory for the next tensors of this process, and return whether it does.
 
-    It is left as it is where one of the variables of `OWN` sets it, and with another C library.
+    It is left as it is where one of the variables of `HEAP_SETTINGS` sets it, and with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or any(name in os.environ for name in OWN):
+    if mallopt is None or any(name in os.environ for name in HEAP_SETTINGS):
         return False
     return mallopt(MMAP_MAX, 0) == 1 and mallopt(TRIM_THRESHOLD, -1) == 1  # no mapping of its own, no trimming
 

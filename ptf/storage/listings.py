@@ -52,7 +52,7 @@ def change_stamps(uri: str) -> tuple[str, dict[str, str]]:
         return re.split(r"[*?\[]", path)[0].rpartition("/")[0], matches
 
     below, entries = retry(files, uri, find)
-    if not entries:
+    if not entries and not on_disk(files):
         require_bucket(uri)
     if not entries and below != path:
         raise Missing(f"no such file or directory, and no file matches: {uri}")

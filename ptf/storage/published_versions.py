@@ -139,8 +139,7 @@ def raise_if_damaged(directory: Path, path: str, up_to: float, without: Sequence
         str(directory), up_to, "ptf publish … --rollback goes back to another version", without
     )
     root, _, name = path.rstrip("/").rpartition("/")
-    # elsewhere a copy may have any name
-    if held.get("version") != name and root and storage.exists(f"{root}/{POINTER}"):
+    if held.get("version") != name and root and storage.exists(f"{root}/{POINTER}"):  # elsewhere it may have any name
         raise Corrupt(f"{path} holds another version, {held.get('version')}")
 
 

@@ -51,11 +51,9 @@ def hold(path: Path) -> int | None:
         return None
     with contextlib.suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX)  # `sweep` holds this lock only briefly, to check the path or remove it
-    try:
+    with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(handle), os.stat(path)):
             return handle
-    except FileNotFoundError:
-        pass
     os.close(handle)
     return None
 

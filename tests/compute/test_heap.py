@@ -28,7 +28,7 @@ print(json.dumps([kept, faults()]))
 
 
 def ran(how: str, **variables: str) -> tuple[bool | None, int]:
-    environment = {k: v for k, v in os.environ.items() if k not in world.OWN} | variables
+    environment = {k: v for k, v in os.environ.items() if k not in world.HEAP_SETTINGS} | variables
     done = run_python("-c", SCRIPT, how, env=environment, timeout=120, check=True)
     kept, faults = json.loads(done.stdout.splitlines()[-1])
     return kept, faults
