@@ -1,5 +1,5 @@
-"""Model families by `model_type`: how a config.json becomes a DecoderConfig (settings.py has what many share), what its
-tensors are called (names.py), and small random members for the verifier (members.py)."""
+"""Model families by `model_type`: how a config.json becomes a DecoderConfig, what its tensors are called, and small
+random members for the verifier. settings.py has what many families share."""
 
 import importlib
 import random

@@ -13,9 +13,22 @@ from dataclasses import replace
 from ptf.model.checkpoint_mapping import Bits, TensorMapping, rename
 from ptf.model.config import DecoderConfig, Latent, Layer, MoE
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config, random_rope
-from ptf.model.families.names import ATTENTION, EXPERTS, LAYER, MLP, NORMS, OUTER
-from ptf.model.families.settings import Config, Settings, biases, common, raise_if_unsupported, rope
+from ptf.model.families.settings import (
+    ATTENTION,
+    EXPERTS,
+    LAYER,
+    MLP,
+    NORMS,
+    OUTER,
+    Config,
+    Settings,
+    biases,
+    common,
+    raise_if_unsupported,
+    random_dense_config,
+    random_rope,
+    rope,
+)
 
 MIXTURES: tuple[TensorMapping, ...] = (
     *MLP,

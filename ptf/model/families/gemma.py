@@ -13,15 +13,23 @@ import random
 from ptf.model.checkpoint_mapping import TensorMapping, rename
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config, random_rope, random_types, random_wrapper
-from ptf.model.families.names import ATTENTION, LAYER, MLP, OUTER, POST_NORMS, WRAPPER
 from ptf.model.families.settings import (
+    ATTENTION,
+    LAYER,
+    MLP,
+    OUTER,
+    POST_NORMS,
+    WRAPPER,
     Config,
     Settings,
     biases,
     common,
     layers_by_type,
     raise_if_unsupported,
+    random_dense_config,
+    random_rope,
+    random_types,
+    random_wrapper,
     rope,
     text_part,
     types_of_layers,

@@ -9,9 +9,22 @@ import random
 from ptf.model.checkpoint_mapping import Interleave, TensorMapping, Transpose, rename
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config, random_rope, random_types
-from ptf.model.families.names import ATTENTION, LAYER, NORMS, OUTER
-from ptf.model.families.settings import Config, Settings, biases, common, layers_by_type, rope, types_of_layers
+from ptf.model.families.settings import (
+    ATTENTION,
+    LAYER,
+    NORMS,
+    OUTER,
+    Config,
+    Settings,
+    biases,
+    common,
+    layers_by_type,
+    random_dense_config,
+    random_rope,
+    random_types,
+    rope,
+    types_of_layers,
+)
 
 OURS = "layers.{i}.moe.experts."
 MAPPINGS: tuple[TensorMapping, ...] = (

@@ -15,15 +15,16 @@ from dataclasses import replace
 from ptf.errors import UserError
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config, random_types
-from ptf.model.families.names import DENSE
 from ptf.model.families.settings import (
+    DENSE,
     SILU,
     Config,
     Settings,
     biases,
     common,
     layers_by_type,
+    random_dense_config,
+    random_types,
     rope,
 )
 

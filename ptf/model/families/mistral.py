@@ -19,9 +19,23 @@ from dataclasses import replace
 from ptf.model.checkpoint_mapping import Concatenate, TensorMapping, rename
 from ptf.model.config import DecoderConfig, Layer
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config, random_rope, random_wrapper
-from ptf.model.families.names import DENSE, LAYER, NORMS, OUTER, WRAPPER
-from ptf.model.families.settings import SILU, Config, Settings, common, raise_if_unsupported, rope, text_part
+from ptf.model.families.settings import (
+    DENSE,
+    LAYER,
+    NORMS,
+    OUTER,
+    SILU,
+    WRAPPER,
+    Config,
+    Settings,
+    common,
+    raise_if_unsupported,
+    random_dense_config,
+    random_rope,
+    random_wrapper,
+    rope,
+    text_part,
+)
 
 MINISTRAL_DEFAULTS = {  # the reference's where a config.json has none
     "head_dim": 128,

@@ -17,9 +17,12 @@ from dataclasses import replace
 from ptf.model.checkpoint_mapping import TensorMapping, rename
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config, random_types
-from ptf.model.families.names import ATTENTION, LAYER, MLP, OUTER, POST_NORMS
 from ptf.model.families.settings import (
+    ATTENTION,
+    LAYER,
+    MLP,
+    OUTER,
+    POST_NORMS,
     SILU,
     Config,
     Settings,
@@ -27,6 +30,8 @@ from ptf.model.families.settings import (
     common,
     layers_by_type,
     raise_if_unsupported,
+    random_dense_config,
+    random_types,
     rope,
     types_of_layers,
 )

@@ -13,15 +13,18 @@ from dataclasses import replace
 from ptf.model.checkpoint_mapping import TensorMapping, rename
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config, random_types
-from ptf.model.families.names import DENSE, EXPERTS, LAYER
 from ptf.model.families.settings import (
+    DENSE,
+    EXPERTS,
+    LAYER,
     SILU,
     Config,
     Settings,
     biases,
     common,
     layers_by_type,
+    random_dense_config,
+    random_types,
     rope,
     sparse_layers,
 )

@@ -20,15 +20,19 @@ from ptf.errors import UserError
 from ptf.model.checkpoint_mapping import Concatenate, TensorMapping, rename
 from ptf.model.config import DecoderConfig, GatedDelta, Layer, MoE
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config, random_wrapper
-from ptf.model.families.names import DENSE, EXPERTS, LAYER, inside
 from ptf.model.families.qwen import SHARED
 from ptf.model.families.settings import (
+    DENSE,
+    EXPERTS,
+    LAYER,
     Config,
     Settings,
     biases,
     common,
+    inside,
     layers_by_type,
+    random_dense_config,
+    random_wrapper,
     rope,
     sparse_layers,
     text_part,

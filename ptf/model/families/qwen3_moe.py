@@ -5,14 +5,16 @@ import random
 from ptf.model.checkpoint_mapping import TensorMapping, rename
 from ptf.model.config import DecoderConfig, Layer, MoE
 from ptf.model.families import Family
-from ptf.model.families.members import random_dense_config
-from ptf.model.families.names import DENSE, EXPERTS, LAYER
 from ptf.model.families.settings import (
+    DENSE,
+    EXPERTS,
+    LAYER,
     SILU,
     Config,
     Settings,
     biases,
     common,
+    random_dense_config,
     rope,
     sparse_layers,
 )
