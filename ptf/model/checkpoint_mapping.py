@@ -29,11 +29,6 @@ class TensorMapping:
         """Return their names, for a model of so many experts."""
         return (self.other,)
 
-    def at(self, layer: int) -> Self:
-        """Return the mapping of one layer."""
-        ours = tuple(name.replace("{i}", str(layer)) for name in self.ours)
-        return replace(self, ours=ours, other=self.other.replace("{i}", str(layer)))
-
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors, given the shape of ours."""
         return tuple(ours)

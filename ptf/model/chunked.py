@@ -1,7 +1,7 @@
 """Losses over hidden states, without a tensor of all logits [B, T, V] in memory.
 
 Positions that are not trained are dropped before the head; the others go through it in chunks, whose size depends on
-the device (`chunk_bytes`). Every function returns a sum or per-token values.
+the device (`CHUNK_BYTES`). Every function returns a sum or per-token values.
 
 The gradient is computed from the logits in the forward pass, so that a chunk needs three GEMMs a step and no
 recomputation. Only `token_logprobs` recomputes its logits, because its upstream gradient is not known in the forward
@@ -26,18 +26,12 @@ from ptf.model.head import Head
 from ptf.model.loss_workspace import LossWorkspace, Tiles, rows_of_a_block
 from ptf.model.sampling import NO_LOGITS_PROCESSING, LogitsProcessing
 
-CHUNK_BYTES = 64 << 20  # on a CPU
+# Bytes that the logits of a chunk may take (`logit_bytes` each), on a CPU and on a GPU. Every chunk reads the head's
+# weight twice, and reads and writes the fp32 sum of its gradient: 12 bytes an element, however many positions the chunk
+# has. At 72 % of an H100's FLOPs and 85 % of its bandwidth, the three GEMMs over 110 positions (64 MiB at V = 151,936)
+# take 0.2 times as long as that traffic, those over 1,766 (1 GiB) 3.5 times.
+CHUNK_BYTES = 64 << 20
 CUDA_CHUNK_BYTES = 1 << 30
-
-
-def chunk_bytes(device: torch.device) -> int:
-    """Return how many bytes the logits of a chunk may take (`logit_bytes` each).
-
-    Every chunk reads the head's weight twice, and reads and writes the fp32 sum of its gradient: 12 bytes an element,
-    however many positions the chunk has. At 72 % of an H100's FLOPs and 85 % of its bandwidth, the three GEMMs over 110
-    positions (64 MiB at V = 151,936) take 0.2 times as long as that traffic, those over 1,766 (1 GiB) 3.5 times.
-    """
-    return CUDA_CHUNK_BYTES if device.type == "cuda" else CHUNK_BYTES
 
 
 def logit_bytes(head: Head) -> int:
@@ -53,11 +47,11 @@ def tiles_of(n: int, *heads: Head, buffers: int = 1) -> Tiles:
     the caches of its threads.
     """
     rows = max(len(h.weight) if h.group is None else -(-h.vocab // h.group.size()) for h in heads)
-    device = heads[0].weight.device
-    each = logit_bytes(heads[0]) * (buffers if device.type == "cuda" else 1)
-    size = max(1, chunk_bytes(device) // (each * rows))
-    block = max(1, min(size, chunk_bytes(device) // (4 * rows), rows_of_a_block(rows)))
-    return Tiles(n, size, size if (device.type == "cuda" or any(h.group is not None for h in heads)) else block)
+    on_cuda = heads[0].weight.device.type == "cuda"
+    chunk_bytes = CUDA_CHUNK_BYTES if on_cuda else CHUNK_BYTES
+    size = max(1, chunk_bytes // (logit_bytes(heads[0]) * (buffers if on_cuda else 1) * rows))
+    block = max(1, min(size, chunk_bytes // (4 * rows), rows_of_a_block(rows)))
+    return Tiles(n, size, size if (on_cuda or any(h.group is not None for h in heads)) else block)
 
 
 class WithGradients(Function):

@@ -13,7 +13,7 @@ from ptf.model.attention import Attention, LatentAttention
 from ptf.model.config import DecoderConfig
 from ptf.model.gated_delta import GatedDeltaNet
 from ptf.model.head import Head, Scalar
-from ptf.model.kernels.attention import Attend
+from ptf.model.kernels.attention import Attend, inside_documents
 from ptf.model.layers import MLP, LayerFactory, RMSNorm
 from ptf.model.mapped_model import MappedModel
 from ptf.model.moe import MixtureOfExperts, load_balancing_loss
@@ -72,7 +72,9 @@ class Decoder(MappedModel):
         if factory.pattern("head"):
             config = replace(config, head="custom")
         self.config = c = replace(config, tied=config.tied and config.head == "lm")
-        self.kernels, self.attention = factory.kernels, factory.kernels.attention(c)
+        self.kernels, flash = factory.kernels, factory.kernels.flash
+        # makes the attention of a batch from its segments, its positions and its `Varlen`
+        self.attention = inside_documents if flash is None or flash.obstacle(c) else flash
         # `nn.Embedding` would draw its weights, for which torch imports its compiler on the meta device
         self.embed = nn.Embedding.from_pretrained(torch.empty(c.padded, c.dim), freeze=False)
         self.layers = nn.ModuleList(Block(c, i, factory, f"layers.{i}") for i in range(len(c.layers)))
@@ -107,9 +109,15 @@ class Decoder(MappedModel):
         for layer, kind in zip(self.layers, c.layers, strict=True):
             x = layer(x, tables[kind.rope], attend, real)
         x = self.norm(x)
-        if c.logit_scale != 1.0 and c.head == "lm":
+        if c.head == "custom":  # a module of the user's own (docs/components.md)
+            return head_fn(x, self.head)
+        weight = cast("Tensor", self.head.weight)
+        if c.head == "scalar":
+            return head_fn(x, Scalar(weight))
+        if c.logit_scale != 1.0:
             x = x * c.logit_scale
-        return head_fn(x, self.output())
+        first, group = self.vocab_start, self.group
+        return head_fn(x, Head(weight, c.vocab, c.softcap, vocab_start=first, group=group, kernels=self.kernels))
 
     @override
     def attention_name(self, device: torch.device) -> str:
@@ -141,19 +149,6 @@ class Decoder(MappedModel):
     @override
     def text_tokens(self) -> Tensor:
         return torch.arange(self.config.vocab)
-
-    def output(self) -> Head | Scalar | nn.Module:
-        """Return the head that `head_fn` is given: a module is one of the user's own (docs/components.md). Call it
-        inside `forward` only."""
-        c = self.config
-        if c.head == "custom":
-            return self.head
-        weight = cast("Tensor", self.head.weight)
-        return (
-            Scalar(weight)
-            if c.head == "scalar"
-            else Head(weight, c.vocab, c.softcap, vocab_start=self.vocab_start, group=self.group, kernels=self.kernels)
-        )
 
     @override
     def load_balancing_loss(self) -> Tensor | None:

@@ -42,8 +42,10 @@ class Flops:
             return _of_unknown_layers(model)
         body, head = _Tally(), _Tally()
         upstream = _trains(model.embed)
-        for block in model.layers:
-            upstream = body.block(cast("Block", block), upstream)
+        for block in cast("Sequence[Block]", model.layers):
+            upstream |= body.part(block.attn, upstream or _trains(block.attn_norm)) or _trains(block.attn_post_norm)
+            part = cast("nn.Module", block.mlp if block.moe is None else block.moe)
+            upstream |= body.part(part, upstream or _trains(block.mlp_norm)) or _trains(block.mlp_post_norm)
         head.chain(model.head, upstream or _trains(model.norm))
         return Flops(body.tokens, body.pairs, head.tokens)
 
@@ -78,11 +80,6 @@ class _Tally:
 
     tokens: float = 0.0
     pairs: dict[int | None, float] = field(default_factory=dict)
-
-    def block(self, block: Block, upstream: bool) -> bool:
-        upstream |= self.part(block.attn, upstream or _trains(block.attn_norm)) or _trains(block.attn_post_norm)
-        part = cast("nn.Module", block.mlp if block.moe is None else block.moe)
-        return upstream | self.part(part, upstream or _trains(block.mlp_norm)) | _trains(block.mlp_post_norm)
 
     def part(self, m: nn.Module, upstream: bool) -> bool:
         """Count an attention, an MLP or a mixture; of another kind, its projections one after the other."""

@@ -7,7 +7,6 @@ the GEMMs themselves give logits and add up the head's gradient in fp32 (`sums_i
 comes after them.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,17 +36,6 @@ def summed(value: Tensor, group: ProcessGroup | None) -> Tensor:
     if group is not None:
         dist.all_reduce(value, group=group)
     return value
-
-
-def normalise(logits: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Turn logits [n, V] into log-probs over the whole vocabulary, in place."""
-    if group is None:
-        return torch.log_softmax(logits, -1, out=logits)
-    here = logits.logsumexp(-1)  # [n]
-    most = here.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    total = summed((here - most).exp_(), group)
-    return logits.sub_((most + total.log_())[:, None])
 
 
 def blocks(values: Tensor, size: int) -> list[slice]:
@@ -84,11 +72,6 @@ class Tiles:
         for start in range(0, self.positions, self.size):
             stop = min(start + self.size, self.positions)
             yield from (slice(i, min(i + self.rows, stop)) for i in range(start, stop, self.rows))
-
-    def of(self, block: slice) -> slice:
-        """Return the chunk of a block."""
-        start = block.start - block.start % self.size
-        return slice(start, min(start + self.size, self.positions))
 
 
 class LossWorkspace:
@@ -128,12 +111,18 @@ class LossWorkspace:
             self.at, self.counts = columns_of(targets, head)
         # of every position, after all blocks (`nucleus`); 0 without a nucleus
         self.slack = torch.zeros(len(x), dtype=torch.float32, device=x.device)
-        self.tiles, self.chunk = tiles, slice(0, 0)  # the chunk whose logits the buffer holds
+        self.tiles, self.chunk = tiles, slice(0, 0)  # the chunk whose logits the buffer holds,
+        self.place = slice(0, 0)  # and in it the rows of the block that was taken last
         size, rows = min(tiles.size, len(x)), len(head.weight)
         self.fused = sums_in_fp32(x)
         # what the GEMMs read and write; where they write logits in fp32, they read gradients only
         self.narrow = x.new_empty(size if any(needs) or not self.fused else 0, rows)
+        # whether one kernel can compute the loss: nothing changes the logits, and no other rank has a part of them
+        changed = head.softcap is not None or head.bias is not None or head.group is not None
+        self.fuses_loss = self.fused and not changed and processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
         self.rows = size if self.fused else min(tiles.rows, size)
+        # of a block's logits in fp32
+        self.wide = self.narrow if x.dtype == torch.float32 else x.new_empty(self.rows, rows, dtype=torch.float32)
         self.spare: Tensor | None = None  # a block of probabilities
         self.slope = self.new_block() if head.softcap is not None and any(needs) else None
         sums = torch.promote_types(x.dtype, torch.float32)
@@ -147,30 +136,16 @@ class LossWorkspace:
         """Return an uninitialised tensor for a block of logits, fp32 [rows, V]."""
         return torch.empty_like(self.wide[: self.rows])
 
-    @functools.cached_property
-    def wide(self) -> Tensor:
-        """The buffer of a block's logits in fp32."""
-        rows = len(self.head.weight)
-        return self.narrow if self.x.dtype == torch.float32 else self.x.new_empty(self.rows, rows, dtype=torch.float32)
-
-    @property
-    def fuses_loss(self) -> bool:
-        """Whether one kernel can compute this head's loss: on a GPU in 16 bits, where nothing changes the
-        logits and no other rank has a part of them."""
-        changed = self.head.softcap is not None or self.head.bias is not None or self.head.group is not None
-        return self.fused and not changed and self.processing is NO_LOGITS_PROCESSING and len(self.narrow) > 0
-
     def measure(self, weights: Tensor | None = None, *, entropies: bool = True) -> tuple[Tensor, ...]:
-        """Return the targets' log-probs, and with `entropies` the entropies and the slacks, fp32 [N] each.
-
-        With `weights` [N], add the gradients of −Σ weights · log-prob.
-        """
-        picked = torch.empty(len(self.x), dtype=torch.float32, device=self.x.device)
+        """Return the targets' log-probs, and with `entropies` the entropies and the slacks, fp32 [N] each; with
+        `weights` [N], add the gradients of −Σ weights · log-prob."""
+        head, picked = self.head, torch.empty(len(self.x), dtype=torch.float32, device=self.x.device)
         entropy = torch.empty_like(picked)
         for block in self.tiles:
             if weights is not None and not entropies and self.fuses_loss:
-                logits, out = self._logits(block), self.narrow[self._place(block)]
-                picked[block] = self.head.kernels.loss_of_rows(logits, self.at[block], weights[block], out)
+                logits = self._logits(block)
+                out = self.narrow[self.place]
+                picked[block] = head.kernels.loss_of_rows(logits, self.at[block], weights[block], out)
                 self._add_after(block)
                 continue
             logprobs = self.logprobs(block)
@@ -181,8 +156,8 @@ class LossWorkspace:
                 self.probabilities(logprobs, out=logprobs)
             if weights is not None:
                 self.accumulate(block, self.subtract_targets(block, logprobs), weights[block])
-        picked = summed(picked, self.head.group)
-        return (picked, summed(entropy, self.head.group), self.slack) if entropies else (picked,)
+        picked = summed(picked, head.group)
+        return (picked, summed(entropy, head.group), self.slack) if entropies else (picked,)
 
     def subtract_targets(self, block: slice, values: Tensor) -> Tensor:
         """Subtract 1 at each target of `values` [n, V], in place."""
@@ -193,35 +168,36 @@ class LossWorkspace:
 
         They lie in a buffer that a later block overwrites.
         """
-        logprobs = normalise(self._logits(block), self.head.group)
+        logprobs, group = self._logits(block), self.head.group
+        if group is None:
+            torch.log_softmax(logprobs, -1, out=logprobs)
+        else:
+            here = logprobs.logsumexp(-1)  # [n]
+            most = here.clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+            logprobs.sub_((most + summed((here - most).exp_(), group).log_())[:, None])
         if self.processing.top_p < 1:
-            drawn = None if self.targets is None else self.targets[block]
-            slack, rounding = self.slack[block], ROUNDING[self.x.dtype]
+            drawn, slack = None if self.targets is None else self.targets[block], self.slack[block]
             for part in blocks(logprobs, NUCLEUS_BYTES):
-                slack[part] = nucleus(
-                    logprobs[part], self.processing.top_p, None if drawn is None else drawn[part], rounding
-                )
+                of_part = None if drawn is None else drawn[part]
+                slack[part] = nucleus(logprobs[part], self.processing.top_p, of_part, ROUNDING[self.x.dtype])
         return logprobs
-
-    def _place(self, block: slice) -> slice:
-        """Return the rows of a block in the buffers of its chunk."""
-        return slice(block.start - self.chunk.start, block.stop - self.chunk.start)
 
     def _logits(self, block: slice) -> Tensor:
         """Return the logits of a block, fp32 [n, V], as they are sampled from, in the buffer."""
         head, n = self.head, block.stop - block.start
-        if (chunk := self.tiles.of(block)) != self.chunk:
-            self.chunk = chunk
-            x, size = self.x[chunk], chunk.stop - chunk.start
+        if block.start == self.chunk.stop:  # the first of a chunk
+            self.chunk = slice(block.start, min(block.start + self.tiles.size, self.tiles.positions))
+            x = self.x[self.chunk]
             if self.fused:
-                torch.mm(x, head.weight.t(), out_dtype=torch.float32, out=self.wide[:size])
+                torch.mm(x, head.weight.t(), out_dtype=torch.float32, out=self.wide[: len(x)])
             else:
-                head.kernels.multiply(x, head.weight.t(), self.narrow[:size])
-        place = self._place(block)
+                head.kernels.multiply(x, head.weight.t(), self.narrow[: len(x)])
+        self.place = slice(block.start - self.chunk.start, block.stop - self.chunk.start)
         if self.fused or self.wide is self.narrow:
-            logits = self.wide[place]
+            logits = self.wide[self.place]
         else:
-            logits = self.wide[:n].copy_(self.narrow[place])
+            logits = self.wide[:n].copy_(self.narrow[self.place])
         if head.bias is not None:
             logits += head.bias
         if head.softcap is not None:
@@ -267,7 +243,7 @@ class LossWorkspace:
         `grad` [n, V] is the gradient with respect to the logits divided by the temperature, not yet weighted. It is the
         buffer of `logprobs`, and is overwritten.
         """
-        weights, out = (weights / self.processing.temperature)[:, None], self.narrow[self._place(block)]
+        weights, out = (weights / self.processing.temperature)[:, None], self.narrow[self.place]
         if self.fused and self.slope is None and self.dbias is None:
             torch.mul(grad, weights, out=out)  # one pass, where a CPU would make a copy of its own
         else:

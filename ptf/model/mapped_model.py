@@ -35,6 +35,8 @@ from ptf.model.sharded_tensor import fill, whole
 from ptf.model.tensor_files import Headers, TensorFiles
 from ptf.workspace import progress
 
+TABLES = ("embed.weight", "head.weight")  # with a row for each token, the last of which may be padding
+
 
 class MappedModel(Model):
     """The tensors of a `Decoder` in a checkpoint."""
@@ -57,15 +59,11 @@ class MappedModel(Model):
         changed: dict[str, TensorMapping] = {
             mapping.ours[0]: PaddedRows(mapping.ours, mapping.other, self.config.vocab)
             for mapping in mappings
-            if self._in_vocabulary(mapping.ours[0])
+            if mapping.ours[0] in TABLES
         }
         if self.config.head == "scalar":
             changed["head.weight"] = rename("head.weight", HF_NAME)
         return [changed.get(mapping.ours[0], mapping) for mapping in mappings]
-
-    def _in_vocabulary(self, name: str) -> bool:
-        """Return whether the last rows of the tensor of this name may be padding."""
-        return name == "embed.weight" or (name == "head.weight" and self.config.head == "lm")
 
     def names_of(self, mapping: TensorMapping) -> list[str]:
         """Return the names in a checkpoint of the tensors of a mapping."""
@@ -222,7 +220,7 @@ class MappedModel(Model):
         if name.endswith(("norm.weight", "bias", "sinks", "a_log")):
             fill(parameter, lambda part: torch.full([s.stop - s.start for s in part], constant))
             return
-        rows = self.config.vocab if self._in_vocabulary(name) else len(parameter)
+        rows = min(len(parameter), self.config.vocab) if name in TABLES else len(parameter)
         generator = torch.Generator().manual_seed(keyed(seed, name))
         values = torch.empty(rows, *parameter.shape[1:]).normal_(0, self.config.init_std, generator=generator)
         fill(parameter, partial(PaddedRows((name,), name, rows).read, 0, read=lambda _, part: values[part], experts=0))
@@ -249,7 +247,7 @@ class MappedModel(Model):
         return {
             name: mapping.ours[0].removesuffix(".weight")
             for mapping in self.family.mappings
-            if mapping.ours[0] in ("embed.weight", "head.weight")
+            if mapping.ours[0] in TABLES
             for name in self.names_of(mapping)
             if name in names
         }

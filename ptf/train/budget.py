@@ -28,7 +28,7 @@ from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError, first_line
 from ptf.model import bridge, model_files
 from ptf.model.activation_memory import ActivationBytes, activation_bytes
-from ptf.model.chunked import chunk_bytes
+from ptf.model.chunked import CUDA_CHUNK_BYTES
 from ptf.model.flops import Flops
 from ptf.model.hub import is_id
 from ptf.model.model import Model
@@ -219,8 +219,7 @@ class _Run:
 
     def _chunk(self, sizes: _Sizes, dim: int) -> int:
         """Return the bytes of a chunk of fp32 logits, or of all of them; a head of the user's own counts as a chunk."""
-        chunk = chunk_bytes(torch.device("cuda"))
-        return min(chunk, 4 * self._tokens * sizes.head // dim) if sizes.head else chunk
+        return min(CUDA_CHUNK_BYTES, 4 * self._tokens * sizes.head // dim) if sizes.head else CUDA_CHUNK_BYTES
 
     @property
     def _tokens(self) -> int:

@@ -29,7 +29,7 @@ from ptf.config import Job
 from ptf.config.backends import BACKENDS
 from ptf.errors import UserError
 from ptf.model.attention import Attention
-from ptf.model.chunked import chunk_bytes
+from ptf.model.chunked import CUDA_CHUNK_BYTES
 from ptf.model.config import DecoderConfig
 from ptf.model.decoder import Block
 from ptf.model.flops import Flops, pairs
@@ -286,7 +286,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
         )
         step.merge(one, count)
     head = cast("Tensor", model.head.weight)  # which may be the embedding's, and have its name alone
-    step.merge(head_costs(speeds, tokens, c.dim, c.padded, chunk_bytes(torch.device("cuda")), head.requires_grad))
+    step.merge(head_costs(speeds, tokens, c.dim, c.padded, CUDA_CHUNK_BYTES, head.requires_grad))
     step.add("embedding", bytes_=4.0 * tokens * c.dim)
     if "embed.weight" not in frozen:
         step.add("embedding, backward", bytes_=4.0 * tokens * c.dim + 2.0 * c.padded * c.dim)

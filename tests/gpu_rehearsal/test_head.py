@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptf.model.chunked import chunk_bytes, cross_entropy, surrogate, tiles_of, token_logprobs
+from ptf.model.chunked import cross_entropy, surrogate, tiles_of, token_logprobs
 from ptf.model.divergence import divergence
 from ptf.model.head import Head
 from ptf.model.kernels.choice import Kernels
@@ -80,7 +80,10 @@ def run(name: str, softcap: float | None = None, top_p: float = 1.0, gradients: 
 
 
 def bytes_of(device: str) -> int:
-    return chunk_bytes(torch.device(device))
+    """Return the bytes of the fp32 logits of a chunk."""
+    with FakeTensorMode():
+        head = Head(torch.zeros(WIDTH, 1, device=device), WIDTH)
+    return 4 * WIDTH * tiles_of(1 << 30, head).size
 
 
 def test_a_chunk_is_as_large_as_its_device_needs(pretend_cuda):

@@ -257,7 +257,7 @@ class Fault:
 
         def attend(segments: Tensor, positions: Tensor) -> Any:
             found = kind(segments, positions)
-            found.packed_delta = cache(lambda: self.delta(segments, positions))
+            found.packed_delta = self.delta(segments, positions)
             return found
 
         return attend

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from benchmarks.verify import on_checkpoint
 from ptf import cli
 from ptf.model import decoder, verify
-from ptf.model.kernels import choice
 from ptf.model.reference import exact_reference
 from ptf.model.rounding import Double
 from ptf.model.verify import DRAWS, FACTOR, GRADIENTS, LEAST, LOGITS, Case, Reference, judged
@@ -77,10 +76,10 @@ def test_a_gradient_is_compared_tensor_by_tensor_without_a_floor(reference):
 
 
 def test_a_leak_is_found(reference, monkeypatch):
-    right = choice.inside_documents
+    right = decoder.inside_documents
     assert reference.compare().passed
     # all documents of a sequence as one; positions stay
-    monkeypatch.setattr(choice, "inside_documents", lambda s, p, v: right(torch.where(s < 0, s, 0), p))
+    monkeypatch.setattr(decoder, "inside_documents", lambda s, p, v: right(torch.where(s < 0, s, 0), p))
     assert failed(reference.compare()) == "fp32, random tokens"
 
 

@@ -34,8 +34,8 @@ from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
-from ptf.model import bridge, chunked, loss_workspace, moe, recompute
-from ptf.model.kernels import attention, choice
+from ptf.model import bridge, chunked, decoder, loss_workspace, moe, recompute
+from ptf.model.kernels import attention
 from ptf.model.kernels.choice import Kernels
 from ptf.model.layers import LayerFactory
 from ptf.model.sharding import parallelize
@@ -137,13 +137,12 @@ class LiveBytes(TorchDispatchMode):
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Give the model the attention and the head's chunks of a GPU."""
-    of_gpu = chunked.chunk_bytes(torch.device("cuda"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_compiled_flex", lambda: fused_attention)
         # on a GPU the host's copy is elsewhere: here it is nowhere
         patch.setattr(recompute, "to_host", lambda x: partial(torch.empty, x.shape, dtype=x.dtype))
-        patch.setattr(choice, "inside_documents", lambda s, p, v=None: attention.Flex(s, p))
-        patch.setattr(chunked, "chunk_bytes", lambda device: of_gpu)
+        patch.setattr(decoder, "inside_documents", lambda s, p, v=None: attention.Flex(s, p))
+        patch.setattr(chunked, "CHUNK_BYTES", chunked.CUDA_CHUNK_BYTES)
         patch.setattr(chunked, "logit_bytes", lambda head: 4)
         patch.setattr(chunked, "rows_of_a_block", lambda columns: 1 << 40)  # a chunk is one block
         # a CPU pads the rows of experts, whose number it must know

@@ -4,7 +4,7 @@ random members for the verifier. settings.py has what many families share."""
 import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from ptf.errors import UserError
@@ -83,10 +83,12 @@ class Family:
         none."""
         names = set(shapes)
         layers = 1 + max((int(n.split(".")[1]) for n in names if n.startswith("layers.")), default=-1)
-        every = [
-            mapping.at(i) for mapping in self.mappings for i in (range(layers) if "{i}" in mapping.ours[0] else (0,))
-        ]
-        mappings = [mapping for mapping in every if names.issuperset(mapping.ours)]
+        mappings: list[TensorMapping] = []
+        for mapping in self.mappings:
+            for i in map(str, range(layers) if "{i}" in mapping.ours[0] else (0,)):
+                ours = tuple(name.replace("{i}", i) for name in mapping.ours)
+                if names.issuperset(ours):
+                    mappings.append(replace(mapping, ours=ours, other=mapping.other.replace("{i}", i)))
         if lost := names - {n for mapping in mappings for n in mapping.ours}:
             raise AssertionError(f"{self.model_type}: no tensor mapping for {sorted(lost)[:5]}")
         return [mapping.sized(shapes) if isinstance(mapping, Concatenate) else mapping for mapping in mappings]

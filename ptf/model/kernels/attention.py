@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptf.model.kernels.delta_rule import CPU_CHUNK, GPU_CHUNK, Chunks, Spans, convolve
 from ptf.model.kernels.document_mask import BLOCK, DocumentMasks
@@ -26,7 +26,7 @@ class Attend(Protocol):
         """Return the attention output [B, T, heads, V].
 
         `q` is [B, T, heads, D], `k` is [B, T, kv_heads, D], and `v` is [B, T, kv_heads, V]; V is D but in latent
-        attention. `layer` has the window, the scale and the sinks.
+        attention. `layer` has the window, the scale and the sinks, and may have a `softcap`.
         """
         ...
 
@@ -54,10 +54,10 @@ def sdpa(layer: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) ->
     # and 2.2 ms, forward and backward together.
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not torch.cpu._is_amx_tile_supported():
         return sdpa(layer, q.float(), k.float(), v.float(), visible).to(q.dtype)
-    if soft_cap_of(layer) is not None:  # torch's attention has no soft-capped scores
+    if getattr(layer, "softcap", None) is not None:  # torch's attention has no soft-capped scores
         assert layer.sinks is None, "no family has both"
         q = q.unflatten(1, (k.shape[1], -1)) * layer.scale  # [n, kv_heads, group, Tq, D]
-        scores = soft_capped(q @ k[:, :, None].mT, soft_cap_of(layer))
+        scores = soft_capped(q @ k[:, :, None].mT, layer)
         if visible is None:
             visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
@@ -100,13 +100,9 @@ class PackedDelta:
         return out.unflatten(0, qkv.shape[:2]), states
 
 
-def soft_cap_of(layer: nn.Module) -> float | None:
-    """Return the soft-cap of an attention's scores; None for one of the user's own without it."""
-    return getattr(layer, "softcap", None)
-
-
-def soft_capped(scores: Tensor, cap: float | None) -> Tensor:
-    """Return cap · tanh(scores / cap), or the scores where there is no cap."""
+def soft_capped(scores: Tensor, layer: Any) -> Tensor:
+    """Return cap · tanh(scores / cap), or the scores where the attention `layer` has no `softcap`."""
+    cap = getattr(layer, "softcap", None)
     return scores if cap is None else cap * (scores / cap).tanh()
 
 
@@ -114,12 +110,17 @@ class InsideDocuments:
     """An `Attend` inside each document of a packed batch; the classes below differ in what computes softmax
     attention."""
 
-    def __init__(self, segments: Tensor, positions: Tensor) -> None:
-        self.packed_delta = functools.cache(lambda: PackedDelta(segments, positions))
+    segments: Tensor
+    positions: Tensor
+
+    @functools.cached_property
+    def packed_delta(self) -> PackedDelta:
+        """Linear attention in this batch."""
+        return PackedDelta(self.segments, self.positions)
 
     def delta(self, layer: Any, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """See Attend."""
-        return self.packed_delta()(layer, qkv, decay, beta)[0]
+        return self.packed_delta(layer, qkv, decay, beta)[0]
 
 
 class PerDocument(InsideDocuments):
@@ -134,7 +135,7 @@ class PerDocument(InsideDocuments):
     ratio = 1.25  # longest to shortest in one batch: at most a fifth of the batch is filling
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
-        super().__init__(segments, positions)
+        self.segments, self.positions = segments, positions
         flat = segments.reshape(-1)
         starts, lengths, *_ = Spans.of(segments)
         prefix_length = positions.reshape(-1).numpy()[starts]
@@ -195,7 +196,7 @@ def _flex(
 
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": True}
     if softcap is not None:
-        options["score_mod"] = lambda score, *place: soft_capped(score, softcap)
+        options["score_mod"] = lambda score, *place: softcap * (score / softcap).tanh()
     out, more = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
     assert more.lse is not None
     return out, more.lse
@@ -230,7 +231,7 @@ class Flex(InsideDocuments):
     """
 
     def __init__(self, segments: Tensor, positions: Tensor) -> None:
-        super().__init__(segments, positions)
+        self.segments, self.positions = segments, positions
         self.sequences, self.length = sequences, length = segments.shape
         self.added = bucket(sequences) - sequences, BLOCK * bucket(-(-length // BLOCK)) - length
         if any(self.added):
@@ -248,7 +249,7 @@ class Flex(InsideDocuments):
             q, k, v = (F.pad(t, (0, 0, 0, 0, 0, self.added[1], 0, self.added[0])) for t in (q, k, v))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         try:
-            cap = () if (softcap := soft_cap_of(layer)) is None else (softcap,)
+            cap = () if (softcap := getattr(layer, "softcap", None)) is None else (softcap,)
             out, lse = _compiled_flex()(q, k, v, self.mask(layer.window), layer.scale, *cap)
         except Exception as error:
             if type(error).__name__ != "FailOnRecompileLimitHit":  # whose module takes a second to import

@@ -12,14 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ptf.model.config import DecoderConfig
 from ptf.model.kernels import matrix_product
-from ptf.model.kernels.attention import Attend, inside_documents
 from ptf.model.kernels.delta_rule import Chunks, chunked
 from ptf.model.kernels.elementwise import clamped, compiled_loss, gated, normalised
 from ptf.model.kernels.fused import Flash, Flash4, Setting, fla_rule, liger_gate, packages_of
 from ptf.model.rope import Table, rotate
-from ptf.varlen import Varlen
 
 ROTATIONS = 64  # compiled at most: for each number of heads, width and dtype, and with and without gradients
 
@@ -101,10 +98,6 @@ class Kernels:
             return rotate_rows(_rows(x), tuple(map(_rows, table[:2]))).view(x.shape)
 
         return replace(self, normalise=normalise, gate=gate, clamped_gate=compiler(clamped), rotate=turn, compiled=True)
-
-    def attention(self, c: DecoderConfig) -> Callable[[Tensor, Tensor, Varlen | None], Attend]:
-        """Return what makes the attention of a batch of a model from its segments, its positions and its `Varlen`."""
-        return inside_documents if self.flash is None or self.flash.obstacle(c) else self.flash
 
     @property
     def compilation(self) -> str:

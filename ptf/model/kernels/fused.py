@@ -118,7 +118,7 @@ class Flash(InsideDocuments):
     unlimited: int | None = -1  # size of a window, for the package
 
     def __init__(self, segments: Tensor, positions: Tensor, varlen: Varlen | None = None) -> None:
-        super().__init__(segments, positions)
+        self.segments, self.positions = segments, positions
         self.cu_seqlens, max_seqlen, shares_prefix = varlen or varlen_of(segments, positions)
         self.flex = Flex(segments, positions) if shares_prefix else None
         # with 1 and grouped queries the package computes something else (its issue 1537); a larger bound is allowed

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
-from ptf.model.kernels.attention import Attend, soft_cap_of, soft_capped
+from ptf.model.kernels.attention import Attend, soft_capped
 from ptf.rl.engines.kv_cache import CachedAttend, KeyValues
 from ptf.rl.engines.protocol import Progress
 from ptf.rl.engines.response import ResponseInProgress, distinct_contexts, sample
@@ -75,7 +75,7 @@ class SlotCache(KeyValues):
             _, _, heads, size = q.shape
             kv_heads = keys.shape[1]
             query = (q[:, 0].float() * layer.scale).view(n, kv_heads, heads // kv_heads, size)
-            scores = soft_capped(query @ keys.mT, soft_cap_of(layer)).masked_fill(hidden[:, None, None], float("-inf"))
+            scores = soft_capped(query @ keys.mT, layer).masked_fill(hidden[:, None, None], float("-inf"))
             if layer.sinks is not None:
                 sinks = layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1)
                 scores = torch.cat([scores, sinks], -1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ptf.model.attention import Attention
 from ptf.model.config import DecoderConfig
 from ptf.model.gated_delta import GatedDeltaNet
-from ptf.model.kernels.attention import Attend, PackedDelta, inside_documents, soft_cap_of, soft_capped
+from ptf.model.kernels.attention import Attend, PackedDelta, inside_documents, soft_capped
 from ptf.model.kernels.delta_rule import step, windows
 
 
@@ -148,10 +148,10 @@ class Cache(KeyValues):
             answers = [t[place][:, :, first : turn + 1].float() for t in self.answers]
             kv_heads, new = answers[0].shape[1:3]
             query = (q[:, 0].float() * layer.scale).view(n, kv_heads, heads // kv_heads, size)
-            before = soft_capped(self._together(query) @ context[0].mT, soft_cap_of(layer))
+            before = soft_capped(self._together(query) @ context[0].mT, layer)
             if hidden is not None:
                 before.masked_fill_(hidden[:, None, None], float("-inf"))
-            scores = [self._apart(before), soft_capped(query @ answers[0].mT, soft_cap_of(layer))]
+            scores = [self._apart(before), soft_capped(query @ answers[0].mT, layer)]
             if layer.sinks is not None:
                 scores.append(layer.sinks.to(query.dtype).view(1, kv_heads, -1, 1).expand(n, -1, -1, -1))
             weights = torch.cat(scores, -1).softmax(-1)
