@@ -307,46 +307,42 @@ def _build(
         return Node(None, place)
     if len(above) >= DEEPEST:
         return tree.refuse(place, ".".join(path), TOO_DEEP, unread=True)
-
-    def at(inner):
-        return SourceLocation(place.source, inner.start_mark.line + 1) if place.line else place
-
+    where = ".".join(path)
     if any(node is outer for outer in above):
-        tree.refuse(place, ".".join(path), "an alias that contains itself")
+        tree.refuse(place, where, "an alias that contains itself")
         return Node(None, place)
     if isinstance(node, yaml.MappingNode):
         section: dict[str, Node] = {}
         for key, value in node.value:
             name = _joined(key.value) if isinstance(key, yaml.ScalarNode) else "?"
+            at = place._replace(line=place.line and key.start_mark.line + 1)
             if name in section:
-                tree.refuse(at(key), ".".join((*path, name)), f"written twice; first at {section[name].place}")
+                tree.refuse(at, ".".join((*path, name)), f"written twice; first at {section[name].place}")
             else:
-                section[name] = _build(value, (*path, name), at(key), (*above, node), tree)
+                section[name] = _build(value, (*path, name), at, (*above, node), tree)
         return Node(section, place)
     if isinstance(node, yaml.SequenceNode):
-        return Node(
-            [_build(item, (*path, str(i)), at(item), (*above, node), tree) for i, item in enumerate(node.value)], place
-        )
-    return Node(_scalar(node, path, place, tree), place)
-
-
-def _scalar(node: yaml.Node, path: tuple[str, ...], place: SourceLocation, tree: Tree) -> Any:
+        items = list[Node]()
+        for i, item in enumerate(node.value):
+            at = place._replace(line=place.line and item.start_mark.line + 1)
+            items.append(_build(item, (*path, str(i)), at, (*above, node), tree))
+        return Node(items, place)
     text, kind = node.value, node.tag.removeprefix(TAG)
     try:
         if kind == "int" and len(text) > LONGEST:
             raise ValueError
         if kind in READ:
-            return READ[kind](text)
+            return Node(READ[kind](text), place)
     except ValueError:
         what = (
             f"{text!r} is not of the type {kind}"
             if len(text) <= LONGEST
             else f"{text[:LONGEST]!r}… has {len(text)} characters, too many for {kind}"
         )
-        tree.refuse(place, ".".join(path), what)
+        tree.refuse(place, where, what)
     if kind not in READ and kind != "str":
-        tree.refuse(place, ".".join(path), f"the tag {node.tag} is not supported")
-    return _joined(text)
+        tree.refuse(place, where, f"the tag {node.tag} is not supported")
+    return Node(_joined(text), place)
 
 
 def _joined(text: str) -> str:
