@@ -41,21 +41,13 @@ def probe(model: Model, world: World, tokens: Sequence[int] | np.ndarray | None 
     """Return tokens, by default `probe_tokens`, and the model's log-prob of each given the tokens before it; for
     another head than the language model's, the head's `values` at each token."""
     tokens = probe_tokens(model) if tokens is None else np.asarray(tokens, np.int32)
+    document = Document(tokens, np.ones(len(tokens), np.float32))
+    batch = Batch.of([[(document,)]], len(tokens)).to(world.device)
     if model.config.head != "lm":
-        values = _batch(tokens, world).through(model, head_output)
+        values = batch.through(model, head_output)
         return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
-    return {"tokens": tokens.tolist(), "logprobs": logprobs_of(model, tokens, world).tolist()}
-
-
-def _batch(tokens: np.ndarray, world: World) -> Batch:
-    return Batch.of([[(Document(tokens, np.ones(len(tokens), np.float32)),)]], len(tokens)).to(world.device)
-
-
-@torch.no_grad()
-def logprobs_of(model: Model, tokens: np.ndarray, world: World) -> torch.Tensor:
-    """Return the model's log-probs of tokens 1…n−1, on the CPU."""
-    batch = _batch(tokens, world)
-    return batch.through(model, partial(token_logprobs, **sampled_from(batch))).logprobs[0, :-1].float().cpu()
+    logprobs = batch.through(model, partial(token_logprobs, **sampled_from(batch))).logprobs
+    return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
 
 
 def head_output(x: torch.Tensor, head: Any) -> torch.Tensor:

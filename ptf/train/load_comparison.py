@@ -19,7 +19,7 @@ from ptf.model import model_files
 from ptf.model.model import Model
 from ptf.model.reference import quiet, reference
 from ptf.model.rounding import bound_of
-from ptf.train.export import logprobs_of
+from ptf.train.export import probe
 from ptf.train.trainer import forget_forwards
 
 TOKENS, LAYERS = 32, 2
@@ -44,7 +44,7 @@ def compare_with_transformers(
     same, said = True, f"transformers' loss was not compared: {layers}"
     if isinstance(layers, int):
         with torch.random.fork_rng(devices=[]), _first(layers, model):
-            ours = -float(logprobs_of(model, tokens, world).mean())
+            ours = -float(torch.tensor(probe(model, world, tokens)["logprobs"]).mean())
             forget_forwards(model)
             same, said = world.together(lambda: _compared(model, directory, layers, tokens, ours, precision))
     if not same:

@@ -20,7 +20,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.run import run
 from ptf.train import load_comparison
-from ptf.train.export import logprobs_of
+from ptf.train.export import probe
 from ptf.train.load_comparison import compare_with_transformers
 from ptf.train.trainer import load_model
 from tests.model.foreign import foreign
@@ -93,7 +93,7 @@ def test_an_error_without_a_message_is_said(tmp_path, monkeypatch, capsys):
 def test_what_bf16_does_to_transformers_is_permitted(in_bf16, refused, tmp_path, monkeypatch):
     source = checkpoint(tmp_path / "m")
     model = loaded(source, "ptf")
-    ours = -float(logprobs_of(model, np.asarray(ROW[:32], np.int32), World()).mean())
+    ours = -float(np.mean(probe(model, World(), ROW[:32])["logprobs"]))
     theirs = {FP32: 1.5 * ours, BF16: in_bf16 * ours}
     monkeypatch.setattr(load_comparison, "_their_loss", lambda _, __, dtype=FP32: theirs[dtype])
     with pytest.raises(UserError, match="check-model") if refused else nullcontext():
@@ -108,8 +108,8 @@ def _of_two_ranks() -> tuple[str, bool]:
         compare_with_transformers(whole, source, spec, ROW, world, "fp32")  # train.deterministic
         load_comparison.WHOLE = 1
         compare_with_transformers(sharded, source, spec, ROW, world, "fp32")
-    tokens = np.asarray(ROW, np.int32)
-    return said.getvalue(), torch.allclose(*(logprobs_of(m, tokens, world) for m in (whole, sharded)), atol=1e-5)
+    logprobs = [probe(m, world, ROW)["logprobs"] for m in (whole, sharded)]
+    return said.getvalue(), np.allclose(*logprobs, atol=1e-5)
 
 
 def test_one_rank_compares_and_sharded_layers_come_back(tmp_path, monkeypatch):
