@@ -23,9 +23,8 @@ from ptf.compute.checkpoint import Checkpoints, tensors_of
 from ptf.compute.saver import BackgroundWriter, Saver
 from ptf.compute.world import joined
 from ptf.config.sections.checkpoint import CheckpointConfig
-from ptf.config.sections.train import TrainConfig
 from ptf.model import bridge
-from ptf.train.optim import adamw, groups
+from ptf.train.optim import groups
 
 SHAPE = qwen3(512, 8, 8, 1536, tied=True) | {"num_key_value_heads": 4, "head_dim": 64}
 SHAPE |= {"vocab_size": 32_000, "torch_dtype": "float32"}
@@ -45,7 +44,7 @@ def main() -> None:
         (source / "config.json").write_text(json.dumps(SHAPE))
         model = bridge.build(source)
         model.give_weights(Path(), world.device, random=True, seed=0)
-        optimizer = adamw(groups(model, 0.0, {}), TrainConfig(lr=1e-3))
+        optimizer = torch.optim.AdamW(groups(model, 0.0, {}), lr=1e-3, fused=True)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()

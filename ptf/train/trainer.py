@@ -26,7 +26,7 @@ from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize
 from ptf.recipes.protocol import Recipe
 from ptf.train.components import layer_factory_of
-from ptf.train.optim import Schedule, adamw, groups
+from ptf.train.optim import Schedule, groups
 from ptf.train.optimizer_8bit import QuantisedMoments
 from ptf.train.optimizer_offload import OffloadedMoments
 from ptf.train.trainable import freeze, frozen_dtype, hold_frozen
@@ -182,13 +182,13 @@ class Trainer:
         self.model, self.world, self.frozen_models = model, world, frozen_models or {}
         self.max_grad_norm = config.max_grad_norm
         self.schedule = Schedule.of(config, config.steps or 1)
-        self.optimizer = adamw(groups(model, config.weight_decay, config.lr_multipliers), config)
+        parameters = groups(model, config.weight_decay, config.lr_multipliers)
+        # on a CPU, fused is 4.5 times as fast as foreach
+        self.optimizer = torch.optim.AdamW(parameters, config.lr, config.betas, config.eps, fused=True)
         stepper = {"adamw_offload": OffloadedMoments, "adamw_8bit": QuantisedMoments}.get(config.optimizer)
         self.optimizer_stepper = stepper and stepper(self.optimizer)
-
-    def whole_optimizer(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the optimizer's state exists and is on the device, to store or to load it."""
-        return self.optimizer_stepper.whole() if self.optimizer_stepper else contextlib.nullcontext()
+        # returns a context in which the optimizer's state exists and is on the device, to store or to load it
+        self.whole_optimizer = self.optimizer_stepper.whole if self.optimizer_stepper else contextlib.nullcontext
 
     def step(
         self,

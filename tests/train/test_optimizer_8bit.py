@@ -22,7 +22,6 @@ from ptf.errors import UserError
 from ptf.model.bitsandbytes_functions import bitsandbytes_functions
 from ptf.recipes.sft.recipe import SFT
 from ptf.train import optimizer_8bit
-from ptf.train.optim import adamw
 from ptf.train.optimizer_8bit import QuantisedMoments, is_quantised, moment_bytes
 from ptf.train.trainer import Trainer, load_model
 from tests.model.ranks import two_ranks, world_of
@@ -43,7 +42,8 @@ def stepped(parameter: nn.Parameter, gradients: list[torch.Tensor], optimizer: A
 
 
 def ours(parameter: nn.Parameter, config: TrainConfig = CONFIG) -> Any:
-    optimizer = adamw([{"params": [parameter], "weight_decay": config.weight_decay}], config)
+    options = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": config.betas, "eps": config.eps}
+    optimizer = torch.optim.AdamW([parameter], **options, fused=True)
     return QuantisedMoments(optimizer, 1) if config.optimizer == "adamw_8bit" else optimizer
 
 
