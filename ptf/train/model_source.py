@@ -124,36 +124,31 @@ class StartingModel(ModelSource):
     run: Path
 
     @classmethod
-    def of_job(cls, job: Job, run: Path, world: World | None = None) -> "StartingModel":
+    def of_job(cls, job: Job, run: Path, located: Path | None = None) -> "StartingModel":
         """Locate the model of the job, add its tokens and write its tokenizer: in the run, with the job's template,
         where the job changes how conversations are rendered or the template renders a date.
 
-        With `world`, all ranks call it: each downloads the model to its own machine, and the leading rank's directories
-        are returned on all.
+        `located`: the directory of the model, where it was located before.
         """
-        located = model_files.locate(job.model.path, verify_up_to=job.verify_bytes)
-
-        def written() -> StartingModel:
-            if model_files.unties(located):
-                print(
-                    f"model: {located} stores an output projection unlike its embedding: they are not tied, as in "
-                    "transformers 5, though its config.json does not say so; exports say tie_word_embeddings: false",
-                    flush=True,
-                )
-            name = job.model.tokenizer
-            path = name or str(located)
-            if name is not None and not Path(name).is_dir():  # a Hugging Face id: a copy of its files is in the run
-                path = str(made_once(run / "tokenizer", lambda part: Tokenizer.load(name).save(part)))
-            found = cls(job.model, located, job.seed, tokenizer_path=path, run=run)
-            if job.model.tokens is not None:
-                found = found.extended(job.model.tokens)
-            files, copy = found.tokenizer_path, run / "rendered"
-            if not copy.is_dir() and not is_rendered_otherwise(job, files):
-                return found
-            made_once(copy, lambda part: rendered(job, Tokenizer.load(files), run).save(part))
-            return replace(found, tokenizer_path=str(copy))
-
-        return written() if world is None else world.together(written)
+        located = located or model_files.locate(job.model.path, verify_up_to=job.verify_bytes)
+        if model_files.unties(located):
+            print(
+                f"model: {located} stores an output projection unlike its embedding: they are not tied, as in "
+                "transformers 5, though its config.json does not say so; exports say tie_word_embeddings: false",
+                flush=True,
+            )
+        name = job.model.tokenizer
+        path = name or str(located)
+        if name is not None and not Path(name).is_dir():  # a Hugging Face id: a copy of its files is in the run
+            path = str(made_once(run / "tokenizer", lambda part: Tokenizer.load(name).save(part)))
+        found = cls(job.model, located, job.seed, tokenizer_path=path, run=run)
+        if job.model.tokens is not None:
+            found = found.extended(job.model.tokens)
+        files, copy = found.tokenizer_path, run / "rendered"
+        if not copy.is_dir() and not is_rendered_otherwise(job, files):
+            return found
+        made_once(copy, lambda part: rendered(job, Tokenizer.load(files), run).save(part))
+        return replace(found, tokenizer_path=str(copy))
 
     def load_tokenizer(self) -> Tokenizer:
         """Load the tokenizer. Raises UserError if it has more tokens than the model has rows."""

@@ -10,6 +10,7 @@ from ptf.compute.saver import BackgroundWriter, Saver
 from ptf.compute.world import World, alone
 from ptf.config import Job
 from ptf.data.sources.rows import fingerprints, first_lines
+from ptf.model import model_files
 from ptf.model.model import Model
 from ptf.recipes import registry
 from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions
@@ -27,7 +28,9 @@ class Parts:
         """Load the models, open the data, and find the checkpoints; every rank calls it."""
         self.job, self.world, self.run, self.lease = job, world, run, lease
         self.recipe = recipe = registry.build(job)
-        start = StartingModel.of_job(job, run, world)
+        # every rank downloads the model to its own machine; the leading rank's directories are those of all
+        located = model_files.locate(job.model.path, verify_up_to=job.verify_bytes)
+        start = world.together(lambda: StartingModel.of_job(job, run, located))
         self.tokenizer = tokenizer = start.load_tokenizer()
         if world.leads and (trap := tokenizer.class_mismatch()):
             print(f"train: {trap}", flush=True)

@@ -9,6 +9,7 @@ from ptf.compute.world import World
 from ptf.config import Job, loads
 from ptf.data.character_tokenizer import character_tokenizer
 from ptf.errors import UserError
+from ptf.model import model_files
 from ptf.train.model_source import StartingModel
 from tests.tiny import arithmetic
 
@@ -21,7 +22,8 @@ def job_of(tmp_path: Path, **model: object) -> Job:
 
 def test_a_rank_of_a_gang_and_a_later_stage_open_the_same_model_with_the_added_tokens(tmp_path: Path) -> None:
     job, run = job_of(tmp_path, tokens={"added": ["<|new|>"]}), tmp_path / "run"
-    first = StartingModel.of_job(job, run, World())
+    located = model_files.locate(job.model.path)
+    first = World().together(lambda: StartingModel.of_job(job, run, located))
     assert first.directory == run / "extended"
     assert first.section.init == "pretrained"
     assert len(first.load_tokenizer().encode("<|new|>")) == 1
