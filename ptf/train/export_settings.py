@@ -31,7 +31,9 @@ def generation_files(source: Path, tokenizer: Tokenizer, place: Path) -> dict[st
     stops = dict.fromkeys([*tokenizer.stop_ids, *read_stop_ids(str(source), None, True)])
     if set(stops) != set(named if isinstance(named, list) else [named]):
         settings["eos_token_id"] = list(stops)
-    return {"generation_config.json": _text(settings)} if stops and settings != copied else {}
+    if not stops or settings == copied:
+        return {}
+    return {"generation_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n"}
 
 
 def padding_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int:
@@ -64,8 +66,5 @@ def classifier_config(source: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 def padding_files(place: Path, pad: str) -> dict[str, str]:
     """Return the files of the tokenizer in `place` that name its padding token, with `pad` as that token."""
     files = (place / name for name in ("tokenizer_config.json", "special_tokens_map.json"))
-    return {file.name: _text(json.loads(file.read_text()) | {"pad_token": pad}) for file in files if file.is_file()}
-
-
-def _text(settings: Mapping[str, Any]) -> str:
-    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    settings = {file.name: json.loads(file.read_text()) | {"pad_token": pad} for file in files if file.is_file()}
+    return {name: json.dumps(of, indent=2, ensure_ascii=False) + "\n" for name, of in settings.items()}
