@@ -55,7 +55,7 @@ def encode_document(
         if "messages" in row:
             return [(s,) for s in chat_samples(row["messages"], tokenizer, source, train_on, tools, arguments)]
         if "prompt" in row:
-            return [(answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments),)]
+            return [(answer_sample(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments),)]
     if "text" in row:
         if not isinstance(row["text"], str) or not row["text"]:
             raise UserError("`text` must be a string, and not empty")
@@ -150,7 +150,8 @@ def encode_preference(row: Row, tokenizer: Tokenizer, source: str = "") -> list[
                 f"the last message of `{name}` has a `weight`, but a pair counts as a whole: give the row a `weight`"
             )
     chosen, rejected = (
-        answered(history, row[name], tokenizer, source, row.get("tools"), name, row_arguments(row)) for name in names
+        answer_sample(history, row[name], tokenizer, source, row.get("tools"), name, row_arguments(row))
+        for name in names
     )
     if np.array_equal(chosen.tokens, rejected.tokens):
         raise UserError("`chosen` and `rejected` are the same")
@@ -194,7 +195,7 @@ def encode_scored(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
             f"this row has {sorted(name for name in row if row[name] is not None)} ({advice(row)})"
         )
     reward = _reward(row["reward"], "`reward`")
-    sample = answered(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments)
+    sample = answer_sample(row["prompt"], row["completion"], tokenizer, source, tools, arguments=arguments)
     trained = np.flatnonzero(sample.loss_weights).tolist()
     span = trained[0], trained[-1] + 1, reward, float(sample.loss_weights[trained[-1]])
     return [(_scored(sample.tokens, [span], source),)]
@@ -215,7 +216,7 @@ def _scored(ids: Sequence[int] | np.ndarray, answers: Sequence[tuple[int, int, f
     return Document(np.asarray(ids, np.int32), weights, source, {"score": scores, "answer_length": lengths})
 
 
-def answered(
+def answer_sample(
     history: Any,
     answer: Any,
     tokenizer: Tokenizer,

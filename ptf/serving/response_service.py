@@ -18,7 +18,7 @@ from ptf.rl.endpoint.chat import ChatRequest, parse_chat, whole_number
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse
 from ptf.rl.endpoint.http_server import Handle
 from ptf.rl.endpoint.request_exchange import Exchange, raise_if_not_one_by_one
-from ptf.rl.endpoint.response_form import answered
+from ptf.rl.endpoint.response_form import http_response
 from ptf.rl.endpoint.responses import ResponsesRequest, parse_responses
 from ptf.rl.engines import protocol
 from ptf.rl.engines.protocol import Sampling, StreamingEngine
@@ -83,7 +83,7 @@ class ResponseService:
         exchange = await self._exchange(chat)
         self.running[exchange.task] = asyncio.create_task(_watched(exchange, request))
         exchange.task.add_done_callback(self.running.pop)
-        return await answered(exchange, asked, {})
+        return await http_response(exchange, asked, {})
 
     async def _exchange(self, chat: ChatRequest) -> Exchange:
         """Begin the responses to a request. Raises HttpError (400, 404, 429) if it cannot be served."""

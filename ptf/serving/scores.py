@@ -9,7 +9,7 @@ import torch
 from ptf.compute.world import World
 from ptf.data.batch import Batch
 from ptf.data.document import Document
-from ptf.data.encode import answered
+from ptf.data.encode import answer_sample
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import NoResult
 from ptf.errors import UserError
@@ -66,7 +66,7 @@ class ScoreService(BatchedService[tuple[Any, Any, Any], tuple[float, int] | NoRe
 
     def _sample(self, history: Any, answer: Any, tools: Any) -> Document | NoResult:
         try:
-            sample = answered(history, answer, self.tokenizer, "", tools, scored=True)
+            sample = answer_sample(history, answer, self.tokenizer, "", tools, scored=True)
         except UserError as error:
             return NoResult(str(error))
         if len(sample) > self.max_length:

@@ -12,7 +12,7 @@ from ptf.data.trajectory import is_reward
 from ptf.rl.endpoint.chat import ChatRequest, parse_chat
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
 from ptf.rl.endpoint.http_server import HttpServer
-from ptf.rl.endpoint.response_form import answered
+from ptf.rl.endpoint.response_form import http_response
 from ptf.rl.endpoint.responses import ResponsesRequest, parse_responses
 from ptf.rl.endpoint.session import MODELS, Session
 from ptf.rl.policy.calls import Message
@@ -81,7 +81,7 @@ class Endpoint:
         """Answer a request for chat completions, or what was `asked` for as one."""
         exchange = session.exchange(request, chat)
         deliver, lose = partial(session.deliver, exchange), partial(session.lose, exchange)
-        return await answered(exchange, asked, session.conversations, deliver, lose)
+        return await http_response(exchange, asked, session.conversations, deliver, lose)
 
     @staticmethod
     async def _score(session: Session, request: HttpRequest, path: str) -> HttpResponse:

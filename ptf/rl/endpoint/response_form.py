@@ -182,7 +182,7 @@ class ResponseForm:
         yield self._event(f"response.{kind}", response=whole)
 
 
-async def answered(
+async def http_response(
     exchange: Exchange,
     asked: ResponsesRequest | None,
     conversations: MutableMapping[str, Sequence[Message]],

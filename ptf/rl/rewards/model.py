@@ -11,7 +11,7 @@ from typing import Literal
 
 from ptf.config import Job
 from ptf.data.document import Document
-from ptf.data.encode import answered
+from ptf.data.encode import answer_sample
 from ptf.data.response_conversation import history_of
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Group, NoResult, Reward, Trajectory, is_reward
@@ -84,7 +84,7 @@ class RewardModelClient:
             return t.outcome
         row = t.prompt.row
         try:
-            sample = answered(history_of(row), t.text, self.tokenizer, "", row.get("tools"), scored=True)
+            sample = answer_sample(history_of(row), t.text, self.tokenizer, "", row.get("tools"), scored=True)
         except UserError as error:
             return NoResult(f"the reward model cannot read it: {error}")
         if len(sample) > self.longest:
