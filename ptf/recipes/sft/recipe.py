@@ -31,22 +31,18 @@ class SFT(Recipe):
         return encode_document(row, tokenizer, source, self.context.train_on)
 
     def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
-        """Return the cross-entropy summed over trained tokens."""
+        """Return the cross-entropy summed over trained tokens; of several sources, also the loss and the share of each
+        one's documents, unless the head gives no loss per document."""
         loss, documents = batch.through(model, partial(next_token_loss, batch=batch))
-        return loss, {"loss": loss.detach(), **self.by_source(batch, documents)}
-
-    def by_source(self, batch: Batch, losses: Tensor | None) -> Metrics:
-        """Return the loss and the share of each source's documents; `losses` is [documents], or None for heads that
-        give no loss per document."""
-        if len(self.context.sources) < 2 or losses is None:
-            return {}
+        metrics: Metrics = {"loss": loss.detach()}
+        if len(self.context.sources) < 2 or documents is None:
+            return loss, metrics
         denominator = batch.per_document(torch.ones_like(batch.loss_weights))
-        metrics: Metrics = {}
         for name in self.context.sources:
             of_source = torch.tensor([source == name for source in batch.sources])
-            of_source = of_source.to(losses.device, non_blocking=True)
+            of_source = of_source.to(documents.device, non_blocking=True)
             metrics |= {
-                f"source_loss/{name}": losses.where(of_source, 0.0).sum(),
+                f"source_loss/{name}": documents.where(of_source, 0.0).sum(),
                 f"source_share/{name}": denominator.where(of_source, 0.0).sum(),
             }
-        return metrics
+        return loss, metrics
