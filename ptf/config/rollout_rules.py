@@ -147,12 +147,12 @@ def pool_rules(job: "Job", rollout: "RolloutConfig") -> Rules:
     Which other roles a job has depends on its recipe; `ptf.rl.job_cluster.pools_of` checks that they are in a pool.
     """
     pools = job.compute.pools
-    if not pools:
-        return {}
     seats = [role for pool in pools.values() for role in set(pool.roles)]
     return {
         **{f"compute.pools: role {role} is in more than one": seats.count(role) > 1 for role in sorted(seats)},
-        **{f"compute.pools: no pool has the role {role}": role not in seats for role in ("policy", "rollout")},
+        **{
+            f"compute.pools: no pool has the role {role}": pools and role not in seats for role in ("policy", "rollout")
+        },
         **{
             f"compute.pools.{name}.offload: vllm cannot be offloaded to disk; give rollout a pool of its own, or the "
             "pool offload: auto": pool.offload == "disk" and "rollout" in pool.roles and rollout.engine == "vllm"

@@ -23,17 +23,12 @@ def whole_answer_rules(job: "Job") -> Rules:
     }
 
 
-def custom_head_rules(job: "Job") -> Rules:
-    """Return the rule of the head of an algorithm that compares log-probs with another model's."""
+def comparison_rules(job: "Job", precompute: bool) -> Rules:
+    """Return the rules of an algorithm that compares log-probs with another model's: of its head, and of
+    `algo.precompute`."""
     return {
         f"model.head: recipe {job.recipe} compares log-probs over the vocabulary, which a custom head does not give; "
-        "remove the key": job.model.head or "head" in job.model.replace
-    }
-
-
-def precomputed_rules(job: "Job", precompute: bool) -> Rules:
-    """Return the rule of `algo.precompute`."""
-    return {
+        "remove the key": job.model.head or "head" in job.model.replace,
         "algo.precompute cannot be used with train.deterministic, because the last bits of precomputed values depend "
-        "on how sequences are split over ranks; set one of them to false": precompute and job.train.deterministic
+        "on how sequences are split over ranks; set one of them to false": precompute and job.train.deterministic,
     }

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ptf.config.section import AlgoConfig, PositiveFloat, Rules
-from ptf.recipes.rules import custom_head_rules, precomputed_rules, whole_answer_rules
+from ptf.recipes.rules import comparison_rules, whole_answer_rules
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -42,7 +42,6 @@ class DPOConfig(AlgoConfig):
         """Return the rules of these keys."""
         return {
             **whole_answer_rules(job),
-            **custom_head_rules(job),
             "algo.reference: simpo has no reference": self.loss_type == "simpo" and self.reference,
             "algo.precompute: simpo has no reference": self.loss_type == "simpo" and self.precompute,
             f"algo.label_smoothing belongs to algo.loss_type: sigmoid, not to {self.loss_type}": (
@@ -51,5 +50,5 @@ class DPOConfig(AlgoConfig):
             f"algo.gamma belongs to algo.loss_type: simpo, not to {self.loss_type}": (
                 self.loss_type != "simpo" and self.gamma != DPOConfig.model_fields["gamma"].default
             ),
-            **precomputed_rules(job, self.precompute),
+            **comparison_rules(job, self.precompute),
         }

@@ -72,8 +72,7 @@ class GRPO(RewardedPolicy):
         """Return the advantage of each episode of a group, or of each of its sampled tokens, [n]."""
         if self.config.credit_level == "turn":
             returns = [rewards_to_go(self.turn_rewards(t), self.config.turn_discount) for t in group]
-            by_turn = leave_one_out_by_turn(returns)
-            return [np.repeat(a, t.turn_lengths) for t, a in zip(group, by_turn, strict=True)]
+            return [np.repeat(a, t.turn_lengths) for t, a in zip(group, leave_one_out_by_turn(returns), strict=True)]
         rewards = np.array([self.reward(t) for t in group])
         if self.config.baseline == "leave_one_out":
             return list(leave_one_out(rewards))

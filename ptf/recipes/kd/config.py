@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from ptf.config.section import WORD, AlgoConfig, Positive, PositiveFloat, Rules, Section
-from ptf.recipes.rules import custom_head_rules, precomputed_rules
+from ptf.recipes.rules import comparison_rules
 
 if TYPE_CHECKING:
     from ptf.config.schema import Job
@@ -49,12 +49,11 @@ class KDConfig(AlgoConfig):
     def config_rules(self, job: "Job") -> Rules:
         """Return the rules of these keys."""
         return {
-            **custom_head_rules(job),
             f"algo.beta belongs to algo.loss_type: js, not to {self.loss_type}": (
                 self.loss_type != "js" and self.beta != type(self).model_fields["beta"].default
             ),
             "algo.precompute needs algo.top_k: whole distributions are too large to store": (
                 self.precompute and self.top_k is None
             ),
-            **precomputed_rules(job, self.precompute),
+            **comparison_rules(job, self.precompute),
         }

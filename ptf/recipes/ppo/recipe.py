@@ -19,7 +19,6 @@ from torch import Tensor
 from ptf.data.batch import Batch
 from ptf.data.document import PackUnit
 from ptf.data.trajectory import Group, Reward, Trajectory, samples_of
-from ptf.model.head import Scalar
 from ptf.model.model import Model
 from ptf.recipes.policy import RewardedPolicy
 from ptf.recipes.ppo.config import PPOConfig
@@ -34,7 +33,7 @@ class Critic(CriticRecipe):
 
     def loss(self, model: Model, batch: Batch, frozen_models: Mapping[str, Model]) -> tuple[Tensor, Metrics]:
         """Return the clipped squared error of the values, summed over tokens."""
-        values = batch.through(model, values_of)  # [B, T]
+        values = batch.through(model, lambda x, head: head.values(x))  # [B, T]
         old, returns = batch.token_columns["values"], batch.token_columns["returns"]
         clipped = old + (values - old).clamp(-self.config.value_clip, self.config.value_clip)
         clipped_error, error = (clipped - returns) ** 2, (values - returns) ** 2
@@ -45,11 +44,6 @@ class Critic(CriticRecipe):
             "value_mse": (error * batch.loss_weights).sum(),
         }
         return loss, {name: value.detach() for name, value in {"loss": loss, **metrics}.items()}
-
-
-def values_of(x: Tensor, head: Scalar) -> Tensor:
-    """Apply a scalar head to hidden states."""
-    return head.values(x)
 
 
 class PPO(RewardedPolicy):
