@@ -41,11 +41,9 @@ def probe(model: Model, world: World, tokens: Sequence[int] | np.ndarray | None 
     """Return tokens, by default `probe_tokens`, and the model's log-prob of each given the tokens before it; for
     another head than the language model's, the head's `values` at each token."""
     tokens = probe_tokens(model) if tokens is None else np.asarray(tokens, np.int32)
-    document = Document(tokens, np.ones(len(tokens), np.float32))
-    batch = Batch.of([[(document,)]], len(tokens)).to(world.device)
+    batch = Batch.of([[(Document(tokens, np.ones(len(tokens), np.float32)),)]], len(tokens)).to(world.device)
     if model.config.head != "lm":
-        values = batch.through(model, head_output)
-        return {"tokens": tokens.tolist(), "values": values[0].float().cpu().tolist()}
+        return {"tokens": tokens.tolist(), "values": batch.through(model, head_output)[0].float().cpu().tolist()}
     logprobs = batch.through(model, partial(token_logprobs, **sampled_from(batch))).logprobs
     return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
 

@@ -85,7 +85,15 @@ class Loop:
             self.track = Tracker(
                 parts.run, job.track, resumed=self.step, steps=self.ends, lease=parts.lease, expected=rows
             )
-        warm_up_run(parts)
+        most, seq_len = job.train.micro_batch_sequences, job.data.seq_len
+        trained = in_passes(job.train.global_batch_sequences // world.meshes.sizes.data, most)
+        validated = {most} if job.train.validate_every and job.data.validation else set[int]()
+        # without its adapters, the model may be a frozen model, too
+        scored = validated | (trained if parts.model in parts.frozen_models.values() else set())
+        warm_up(parts.model, world, seq_len, trained=trained, scored=scored, share_prefixes=job.data.share_prefixes)
+        for frozen_model in parts.frozen_models.values():
+            if frozen_model is not parts.model:
+                warm_up(frozen_model, world, seq_len, scored=validated | trained)
         self.skipped = 0  # number of consecutive skipped steps
         self.clock.step = self.step
 
@@ -123,8 +131,8 @@ class Loop:
             micro = next(parts.loader)
         if self.step == 0:
             with self.clock.phase("loading"):
-                first = micro[0].tokens[0, : micro[0].lengths[0]].tolist() if micro else []  # of the first document
-                row = world.together(lambda: first)
+                # the first document
+                row = world.together(lambda: micro[0].tokens[0, : micro[0].lengths[0]].tolist() if micro else [])
                 source, precision = parts.source, parts.job.train.precision
                 compare_with_transformers(parts.model, source.directory, source.section, row, world, precision)
             began = time.perf_counter()
@@ -276,19 +284,6 @@ def export_run(parts: Parts, ends: int) -> None:
     export(model, source.directory, merged, world, source.tokenizer_path)
     if source.section.lora:
         export_adapter(model, source.directory, merged, world, source.section, job.train.precision)
-
-
-def warm_up_run(parts: Parts) -> None:
-    """Compile for the batches of the run before the first step."""
-    job, world, frozen_models = parts.job, parts.world, list(parts.frozen_models.values())
-    most, seq_len = job.train.micro_batch_sequences, job.data.seq_len
-    trained = in_passes(job.train.global_batch_sequences // world.meshes.sizes.data, most)
-    validated = {most} if job.train.validate_every and job.data.validation else set[int]()
-    scored = validated | (trained if parts.model in frozen_models else set())  # without its adapters
-    warm_up(parts.model, world, seq_len, trained=trained, scored=scored, share_prefixes=job.data.share_prefixes)
-    for frozen_model in frozen_models:
-        if frozen_model is not parts.model:
-            warm_up(frozen_model, world, seq_len, scored=validated | trained)
 
 
 def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
