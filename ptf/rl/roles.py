@@ -37,10 +37,10 @@ from ptf.rl.weights.streamed import Sender, Streamed, Transfer
 from ptf.rl.weights.verification import LARGEST, MEAN, SAMPLED_TOKENS, SHARE, Buckets, LogprobDifference, Manifest
 from ptf.train.adapter import export_adapter
 from ptf.train.batch_sharding import deal, shard_sequences_singly
-from ptf.train.deterministic import trainer_of
+from ptf.train.deterministic import DeterministicTrainer
 from ptf.train.export import export
 from ptf.train.load_comparison import compare_with_transformers
-from ptf.train.trainer import forget_forwards, is_largest, load_model
+from ptf.train.trainer import Trainer, forget_forwards, is_largest, load_model
 from ptf.train.warm_up import warm_up
 
 
@@ -163,7 +163,8 @@ class Learner(ModelRole):
                 f"{self.model.kernels.compilation}",
                 flush=True,
             )
-        self.trainer = trainer_of(train, self.model, world)
+        trainer_class = DeterministicTrainer if train.deterministic else Trainer
+        self.trainer = trainer_class(self.model, world, train)
         self.sender: Sender | None = None
         self.writer: BackgroundWriter | None = None
 

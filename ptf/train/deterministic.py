@@ -7,14 +7,13 @@ step, on every rank alike. That needs the whole model on every rank and a gradie
 models.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ptf.compute.world import World
-from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.errors import UserError
 from ptf.model.model import Model
@@ -81,10 +80,3 @@ class DeterministicTrainer(Trainer):
             p.grad = total[offset : offset + p.numel()].view_as(p).clone()
             offset += p.numel()
         return {n: float(v) if is_largest(n) else float(v) / denominator for n, v in totals.items()}, denominator
-
-
-def trainer_of(
-    train: TrainConfig, model: Model, world: World, frozen_models: Mapping[str, Model] | None = None
-) -> Trainer:
-    """Build the trainer of the job: the deterministic one if `train.deterministic` is set."""
-    return (DeterministicTrainer if train.deterministic else Trainer)(model, world, train, frozen_models)

@@ -14,11 +14,12 @@ from ptf.model import model_files
 from ptf.model.model import Model
 from ptf.recipes import registry
 from ptf.train.dataloading import held_out_sequences, make_loader, make_partitions
-from ptf.train.deterministic import trainer_of
+from ptf.train.deterministic import DeterministicTrainer
 from ptf.train.export_settings import classifier_config
 from ptf.train.model_source import StartingModel, load_frozen_models
 from ptf.train.precompute import precompute_sources
 from ptf.train.source_specs import specs
+from ptf.train.trainer import Trainer
 
 
 class Parts:
@@ -47,7 +48,8 @@ class Parts:
             data_job = precompute_sources(job, recipe, tokenizer, world, model, source.directory, load_frozen)
         else:
             self.frozen_models = load_frozen(recipe.frozen_models)
-        self.trainer = trainer_of(job.train, model, world, self.frozen_models)
+        trainer_class = DeterministicTrainer if job.train.deterministic else Trainer
+        self.trainer = trainer_class(model, world, job.train, self.frozen_models)
         self.partitions = make_partitions(data_job, recipe, tokenizer, run)
         self.loader = make_loader(data_job, self.partitions, world)
         self.held_out = held_out_sequences(data_job, recipe, tokenizer, run / "quarantine" if world.leads else None)

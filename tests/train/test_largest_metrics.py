@@ -18,8 +18,8 @@ from ptf.recipes.protocol import Metrics
 from ptf.recipes.sft.recipe import SFT
 from ptf.rl.roles import Learner, LearnerSettings
 from ptf.train.batch_sharding import deal, shard_sequences_singly
-from ptf.train.deterministic import trainer_of
-from ptf.train.trainer import load_model
+from ptf.train.deterministic import DeterministicTrainer
+from ptf.train.trainer import Trainer, load_model
 from ptf.train.validate import held_out_metrics
 from tests.model.ranks import two_ranks, world_of
 from tests.recipes.of_keys import of_keys
@@ -54,7 +54,8 @@ def found(world: World) -> dict[str, dict[str, float]]:
             micro, numbers = shard_sequences_singly(SEQUENCES, world)
         else:
             micro, numbers = deal(SEQUENCES, world, 1, 64), []
-        metrics = trainer_of(train, model, world).step(micro, of_keys(Extremes), 0, numbers)
+        trainer = (DeterministicTrainer if deterministic else Trainer)(model, world, train)
+        metrics = trainer.step(micro, of_keys(Extremes), 0, numbers)
         results["deterministic" if deterministic else "trainer"] = {name: metrics[name] for name in EXPECTED}
         if not deterministic:
             metrics = held_out_metrics(model, of_keys(Extremes), {"some": SEQUENCES}, world, 1, 64, {})
