@@ -56,8 +56,7 @@ def charts(rows: list[Row]) -> dict[str, dict[str, Any]]:
 
 def spec(title: str, columns: list[str], rows: list[Row]) -> dict[str, Any]:
     """Return the Vega-Lite specification of one chart."""
-    each = max(1, POINTS // len(columns))
-    curves = {key: thin([row for row in rows if key in row], each) for key in columns}
+    curves = {key: thin([row for row in rows if key in row], max(1, POINTS // len(columns))) for key in columns}
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
         "title": title,

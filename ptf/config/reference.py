@@ -186,9 +186,7 @@ def _word(annotation: Any, limits: Any = ()) -> str:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
-    if isinstance(field.default, Section) or field.default == {}:
-        return "–"
-    return f"`{json.dumps(field.default)}`"
+    return "–" if isinstance(field.default, Section) or field.default == {} else f"`{json.dumps(field.default)}`"
 
 
 def _changeable(field: FieldInfo) -> bool:

@@ -50,10 +50,10 @@ class _AsItIs:
 
 
 def _wrap_codes(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-    def wrapped(value: Any) -> Any:
-        return _AsItIs(value) if isinstance(value, Tensor) and value.dtype == torch.uint8 else value
-
-    states = {key: {name: wrapped(v) for name, v in state.items()} for key, state in loaded["state"].items()}
+    states = {
+        key: {n: _AsItIs(v) if isinstance(v, Tensor) and v.dtype == torch.uint8 else v for n, v in state.items()}
+        for key, state in loaded["state"].items()
+    }
     return {**loaded, "state": states}
 
 

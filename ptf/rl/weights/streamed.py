@@ -144,11 +144,11 @@ class Sender:
 
     def _await_read(self, version: int, number: int) -> None:
         if number >= 0:
-
-            def is_read() -> bool:
-                return self.store.store.add(f"{version}/{number}/read", 0) >= self.receivers
-
-            self.store.wait(version, f"{self.receivers} engines had not all read part {number}", is_read)
+            self.store.wait(
+                version,
+                f"{self.receivers} engines had not all read part {number}",
+                lambda: self.store.store.add(f"{version}/{number}/read", 0) >= self.receivers,
+            )
 
 
 def _fill_buffers(
