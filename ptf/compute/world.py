@@ -38,7 +38,7 @@ HEAP_SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRE
 class Meshes:
     """How the ranks are divided, and their process groups."""
 
-    sizes: MeshSizes = ONE  # a rank sees the share `rank // sizes.model` of `sizes.data` shares of the data
+    sizes: MeshSizes = ONE
     dense: DeviceMesh | None = None  # with the axes of `sizes`; None: one process without collectives
     data: dist.ProcessGroup | None = None  # ranks that see different data, this one among them; None: all ranks
 
@@ -70,6 +70,11 @@ class World:
     def size(self) -> int:
         """Number of ranks."""
         return self.meshes.sizes.ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `meshes.sizes.data` shares of the data this rank sees."""
+        return self.rank // self.meshes.sizes.model
 
     def sum(self, value: torch.Tensor | float | Sequence[float]) -> torch.Tensor:
         """Sum over the data-parallel ranks, as float64 on the CPU; a scalar or a vector.
@@ -139,7 +144,7 @@ class World:
         ptf draws from generators that it creates; recipes and components of a user may draw from torch's (dropout
         does), and repeat what they drew if the key is that of a step.
         """
-        words = np.random.SeedSequence([*key, self.rank // self.meshes.sizes.model])
+        words = np.random.SeedSequence([*key, self.data_rank])
         seed = int(words.generate_state(1, np.uint64)[0])
         # torch.manual_seed formats a stack for each kind of device without one
         torch.default_generator.manual_seed(seed)

@@ -38,7 +38,7 @@ def deal(
     if world.device.type == "cuda":
         sequences_per_rank = -(-sequences_per_rank // micro_batch_sequences) * micro_batch_sequences
     shares = balanced([work_of(sequence) for sequence in sequences], world.meshes.sizes.data)
-    own_sequences = [sequences[i] for i in shares[world.rank // world.meshes.sizes.model]]
+    own_sequences = [sequences[i] for i in shares[world.data_rank]]
     own_sequences += [[idle(sequences)]] * (sequences_per_rank - len(own_sequences))
     if world.device.type == "cpu":
         seq_len = max(sum(length(unit) for unit in sequence) for sequence in own_sequences)

@@ -73,7 +73,7 @@ def make_loader(job: Job, partitions: Partitions, world: World) -> Loader:
         partitions,
         partitions=data.partitions,
         sequences=job.train.global_batch_sequences,
-        rank=world.rank // world.meshes.sizes.model,
+        rank=world.data_rank,
         world_size=world.meshes.sizes.data,
         micro_batch_sequences=1 if job.train.deterministic else job.train.micro_batch_sequences,
         seq_len=data.seq_len,
