@@ -9,7 +9,8 @@ templates drop it on purpose.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from json.encoder import encode_basestring  # a string as JSON
 from typing import Any
@@ -19,8 +20,6 @@ from ptf.errors import UserError
 
 CERTAIN = 16  # a text of at least so many characters that occurs once in the context is not in a render by chance
 
-Conversation = tuple[list[dict[str, Any]], list[Any]]  # messages, tools
-
 
 @dataclass(frozen=True, slots=True)
 class Passage:
@@ -29,7 +28,8 @@ class Passage:
     name: str  # what an error calls it
     content: str
     texts: tuple[str, ...]  # any of these in a render shows the part
-    replace: Callable[[Conversation, str], None]  # put a word in the place of the content
+    place: tuple[Any, ...]  # the keys that lead to the content in (messages, tools); () where it cannot be replaced
+    before: str = ""  # what stays before the content at its place
 
 
 def raise_if_unseen(
@@ -83,10 +83,15 @@ def _rendered(
     parts: Sequence[Passage], messages: Any, tools: Any, tokenizer: Tokenizer, arguments: Any
 ) -> tuple[str | None, list[str]]:
     """Return the render with words in place of the parts, or None where the template refuses them, and the words."""
-    changed: Conversation = ([dict(m) for m in messages], list(tools or ()))
+    changed: Any = [list(messages), list(tools or ())]
     words = [f"QX{n}XQ" for n in range(len(parts))]
     for part, word in zip(parts, words, strict=True):
-        part.replace(changed, word)
+        inside = changed
+        for key in part.place[:-1]:  # what leads to the place is copied, what is beside it is not
+            inside[key] = copy(inside[key])
+            inside = inside[key]
+        if part.place:
+            inside[part.place[-1]] = part.before + word
     try:
         return tokenizer.render_text(changed[0], True, changed[1] or None, arguments), words
     except UserError:
@@ -101,41 +106,25 @@ def _parts(i: int, message: Mapping[str, Any]) -> list[Passage]:
     calls, content = message.get("tool_calls") or [], message["content"]
     parts: list[Passage] = []
     thought, tag, spoken = content.rpartition("</think>") if message["role"] == "assistant" else ("", "", content)
-    if spoken.strip() and not (calls and message["role"] == "assistant"):
-        escaped = encode_basestring(spoken.strip())[1:-1]
-
-        def replace(changed: Conversation, word: str) -> None:
-            changed[0][i]["content"] = thought + tag + word
-
-        parts.append(Passage(f"message {i} ({message['role']})", spoken.strip(), (spoken.strip(), escaped), replace))
-    return parts + [_call(i, k, message) for k in range(len(calls))]
-
-
-def _call(i: int, k: int, message: Mapping[str, Any]) -> Passage:
-    def replace(changed: Conversation, word: str) -> None:
-        calls = list(changed[0][i]["tool_calls"])
-        calls[k] = _named(calls[k], word)
-        changed[0][i]["tool_calls"] = calls
-
-    function = message["tool_calls"][k].get("function", message["tool_calls"][k])
-    texts = (json.dumps(function.get("arguments"), ensure_ascii=False, default=str),)
-    return Passage(f"the call of message {i}", function["name"], texts, replace)
+    if (said := spoken.strip()) and not (calls and message["role"] == "assistant"):
+        texts = (said, encode_basestring(said)[1:-1])
+        parts.append(Passage(f"message {i} ({message['role']})", said, texts, (0, i, "content"), thought + tag))
+    for k, call in enumerate(calls):
+        texts = (json.dumps(call.get("function", call).get("arguments"), ensure_ascii=False, default=str),)
+        place = (0, i, "tool_calls", k, *_path_of_name(call))
+        parts.append(Passage(f"the call of message {i}", call.get("function", call)["name"], texts, place))
+    return parts
 
 
 def _tool(k: int, tool: Any) -> Passage:
-    def replace(changed: Conversation, word: str) -> None:
-        changed[1][k] = _named(tool, word)
-
     function = tool.get("function", tool) if isinstance(tool, dict) else {}
     inside = function if isinstance(function, dict) else {}
     written = (json.dumps(value, ensure_ascii=False, default=str) for value in (tool, function))
     texts = (*written, str(inside.get("description") or ""))
-    return Passage(f"tool {k}", str(inside.get("name", tool)), texts, replace)
+    place = (1, k, *_path_of_name(tool)) if isinstance(tool, dict) else ()
+    return Passage(f"tool {k}", str(inside.get("name", tool)), texts, place)
 
 
-def _named(tool: Any, word: str) -> Any:
-    if not isinstance(tool, dict):
-        return tool
-    if isinstance(function := tool.get("function"), dict):
-        return {**tool, "function": {**function, "name": word}}
-    return {**tool, "name": word}
+def _path_of_name(tool: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys that lead to the name of a tool, or of a call of one."""
+    return ("function", "name") if isinstance(tool.get("function"), dict) else ("name",)

@@ -1,6 +1,8 @@
 """Context that a chat template does not show is refused by name, or allowed by a key; what is shown costs no render."""
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,5 +176,7 @@ def test_a_text_is_certain_from_sixteen_characters_on():
 )
 def test_a_tool_gets_another_name_if_it_has_one(tool, renamed):
     before = repr(tool)
-    assert context._named(tool, "b") == renamed
+    rendered: Any = SimpleNamespace(render_text=lambda messages, prompt, tools, arguments: json.dumps(tools[0]))
+    text, (word,) = context._rendered([context._tool(0, tool)], [], [tool], rendered, None)
+    assert json.loads(str(text).replace(word, "b")) == renamed
     assert repr(tool) == before
