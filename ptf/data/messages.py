@@ -65,21 +65,18 @@ def normalize_messages(value: Any, name: str, columnar: bool = False) -> Any:
     if value and all(isinstance(m, dict) and "role" not in m and {"input", "output"} <= m.keys() for m in value):
         return _pairs(value, name)
     messages = [_message(m, f"{name}: message {i}", columnar) for i, m in enumerate(value)]
-    return _with_calls_joined(value, messages) if any(map(_is_call, value)) else messages
+    are_calls = [m.get("role", m.get("from")) in CALLS for m in value]
+    return _with_calls_joined(messages, are_calls) if any(are_calls) else messages
 
 
-def _is_call(message: Message) -> bool:
-    return message.get("role", message.get("from")) in CALLS
-
-
-def _with_calls_joined(value: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+def _with_calls_joined(messages: Sequence[Message], are_calls: Sequence[bool]) -> list[Message]:
     """Return the messages with each tool call that is a message of its own in the assistant's turn before it."""
     joined: list[Message] = []
-    for raw, message in zip(value, messages, strict=True):
+    for message, is_call in zip(messages, are_calls, strict=True):
         agree = (
             (joined[-1].get(key), v) for key, v in message.items() if joined and key not in ("content", "tool_calls")
         )
-        if joined and _is_call(raw) and all(v in (None, known) for known, v in agree):
+        if joined and is_call and all(v in (None, known) for known, v in agree):
             joined[-1] = joined[-1] | {"tool_calls": [*(joined[-1].get("tool_calls") or ()), *message["tool_calls"]]}
         else:
             joined.append(message)
@@ -98,8 +95,13 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
             )
         message = {"role": message["from"], "content": message["value"], **message}
         del message["from"], message["value"]
-    if message.get("role") in list(ROLES):
-        message = _with_role(message, where)
+    role = message.get("role")
+    if role in CALLS:
+        calls = parse_json(message.get("content"), f"{where} ({role})")
+        calls = calls if isinstance(calls, list) else [calls]
+        message = {**message, "role": "assistant", "content": "", "tool_calls": calls}
+    elif role in list(ROLES):
+        message = {**message, "role": ROLES[role]}
     if message.get("function_call") and not message.get("tool_calls"):
         message = {**message, "tool_calls": [message["function_call"]], "content": message.get("content") or ""}
         del message["function_call"]
@@ -107,12 +109,11 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
         message = {**message, "tool_calls": without_nulls(message["tool_calls"])}
     if isinstance(message.get("content"), list):
         message = {**message, "content": _text(message["content"], where)}
-    for key in MEDIA:
-        if message.get(key):
-            raise UserError(
-                f"{where} has `{key}`; ptf trains text only: leave such rows out with data.prepare, "
-                "or set data.max_bad_rows_share"
-            )
+    if medium := next((key for key in MEDIA if message.get(key)), None):
+        raise UserError(
+            f"{where} has `{medium}`; ptf trains text only: leave such rows out with data.prepare, "
+            "or set data.max_bad_rows_share"
+        )
     for key in THOUGHTS:
         if not isinstance(message.get(key), str | None):
             raise UserError(f"{where}: `{key}` must be a string, not {_kind(message[key])}")
@@ -122,16 +123,6 @@ def _message(message: Any, where: str, columnar: bool) -> Message:
             raise UserError(f"{where}: `tool_calls` must be a list of tool calls, not {_kind(calls)}")
         message = {**message, "tool_calls": [_call(call, where) for call in calls]}
     return message
-
-
-def _with_role(message: Message, where: str) -> Message:
-    """Return a message with the role that its own stands for, and with the tool call that its content may be."""
-    role = message["role"]
-    if role not in CALLS:
-        return {**message, "role": ROLES[role]}
-    calls = parse_json(message.get("content"), f"{where} ({role})")
-    calls = calls if isinstance(calls, list) else [calls]
-    return {**message, "role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _pairs(pairs: Sequence[Mapping[str, Any]], name: str) -> list[Message]:
