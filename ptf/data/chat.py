@@ -268,7 +268,7 @@ def served_turn(
         raise fail(
             "the assistant speaks first, so there is no prompt to answer; put a system or user message before it"
         )
-    closing = tokenizer.closing(bool(messages[i].get("tool_calls")))
+    closing = tokenizer.closings[bool(messages[i].get("tool_calls"))].borrowed
     try:
         prompt = tokenizer.render_text(messages[:i], True, tools, arguments)
         through = tokenizer.render_text(messages[: i + 1], False, tools, arguments)

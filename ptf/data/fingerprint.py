@@ -3,19 +3,22 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ptf.data.probes import PROBES
-from ptf.data.rendering import Rendering
 from ptf.errors import UserError
 
+if TYPE_CHECKING:
+    from ptf.data.tokenizer import Tokenizer
 
-def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
+
+def identity_of(tokenizer: "Tokenizer") -> dict[str, Any]:
     """Return what decides the ids of a tokenizer, to be stored with data that was made with it.
 
     It holds the SHA-256 of the vocabulary, merges, special tokens and chat template, the ids of probe strings
     (which detect a lost normalizer), and one `fingerprint` of all.
     """
+    hf, settings = tokenizer.hf, tokenizer.rendering.facts
     backend = getattr(hf, "backend_tokenizer", None)
     backend_config = json.loads(backend.to_str()) if backend is not None else {}
     model = backend_config.get("model", {})
@@ -30,8 +33,8 @@ def identity_of(hf: Any, rendering: Rendering) -> dict[str, Any]:
     }
     identity: dict[str, Any] = {name: _digest(fact) for name, fact in facts.items()}
     identity["probes"] = [[text, hf(text, add_special_tokens=False)["input_ids"]] for text in PROBES]
-    if rendering.facts:  # without such settings the fingerprint does not depend on them
-        identity["rendering"] = rendering.facts
+    if settings:  # without them the fingerprint does not depend on them
+        identity["rendering"] = settings
     return {"fingerprint": _digest(identity), **identity}
 
 

@@ -43,26 +43,25 @@ class Closing(NamedTuple):
     borrowed: str = ""  # what is written only when the next message follows
 
 
-def closings_of(tokenizer: "Tokenizer") -> dict[str, Closing]:
-    """Return how the template closes a response and a tool call."""
+def closings_of(tokenizer: "Tokenizer") -> dict[bool, Closing]:
+    """Return how the template closes a turn that calls no tool (False), and one that calls a tool (True)."""
     added = tokenizer.hf.added_tokens_decoder.items()
     special = {*tokenizer.hf.all_special_ids, *(i for i, token in added if token.special)}
     closings = {}
-    for kind, (build, then) in {"answer": (_answer, _USER), "call": (_tool_call, _RESULT)}.items():
-        last = _ending(tokenizer, build)
-        inside = _ending(tokenizer, lambda word, build=build, then=then: [*build(word), then])
+    for calls, then in ((False, _USER), (True, _RESULT)):
+        last, inside = _ending(tokenizer, calls), _ending(tokenizer, calls, then)
         pairs = enumerate(zip(last, inside, strict=False))
         both = next((n for n, (a, b) in pairs if a != b), min(len(last), len(inside)))
         own = [i for i in last[:both] if i in special] or [i for i in last if i in special]
         borrowed = [i for i in inside if i in special][:1]
         if own or not borrowed:
-            closings[kind] = Closing(own, last)
+            closings[calls] = Closing(own, last)
             continue
-        text, continued = _probe(tokenizer, build("1")), _probe(tokenizer, [*build("1"), then])
+        text, continued = (_probe(tokenizer, [*_turn("1", calls), *after]) for after in ((), (then,)))
         stop = tokenizer.decode(borrowed)
         start = len(text) if continued.startswith(text) else continued.rindex(stop)
         end = continued.index(stop, start) + len(stop)
-        closings[kind] = Closing(borrowed, last, continued[start:end])
+        closings[calls] = Closing(borrowed, last, continued[start:end])
     return closings
 
 
@@ -74,14 +73,16 @@ def _probe(tokenizer: "Tokenizer", messages: Sequence[Message]) -> str:
         return tokenizer.render_text([{"role": "system", "content": "0"}, *messages], False)
 
 
-def _ending(tokenizer: "Tokenizer", build: Any) -> list[int]:
-    """Return the ids that follow a turn whatever its content: the common ending of two turns that differ."""
+def _ending(tokenizer: "Tokenizer", calls: bool, *then: Message) -> list[int]:
+    """Return the ids that follow a turn whatever its content: the common ending of two turns that differ.
+
+    `then`: what comes after the turn and ends both, too.
+    """
     if not tokenizer.hf.chat_template:
         return []
     try:
-        a, b = (
-            tokenizer.hf(_probe(tokenizer, build(word)), add_special_tokens=False)["input_ids"] for word in ("1", "2")
-        )
+        texts = [_probe(tokenizer, [*_turn(word, calls), *then]) for word in ("1", "2")]
+        a, b = (tokenizer.hf(text, add_special_tokens=False)["input_ids"] for text in texts)
     except UserError:  # the template supports no such turn
         return []
     n = 0
@@ -109,7 +110,7 @@ def takes_text_arguments(tokenizer: "Tokenizer") -> bool:
 
     This is found by rendering a probe.
     """
-    for call in (_tool_call("1"), with_text_arguments(_tool_call("1"))):
+    for call in (_turn("1", True), with_text_arguments(_turn("1", True))):
         try:
             tokenizer.apply_template(call, False, None, {})
             return isinstance(call[-1]["tool_calls"][0]["function"]["arguments"], str)
@@ -120,21 +121,23 @@ def takes_text_arguments(tokenizer: "Tokenizer") -> bool:
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with the arguments of their calls as JSON text."""
-
-    def with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"].get("arguments") or {}, ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
     return [
-        {**m, "tool_calls": [with_json_arguments(call) for call in m["tool_calls"]]} if m.get("tool_calls") else m
+        {
+            **m,
+            "tool_calls": [
+                {**call, "function": {**f, "arguments": json.dumps(f.get("arguments") or {}, ensure_ascii=False)}}
+                for call in m["tool_calls"]
+                for f in (call["function"],)
+            ],
+        }
+        if m.get("tool_calls")
+        else m
         for m in messages
     ]
 
 
-def _answer(word: str) -> list[Message]:
-    return [{"role": "user", "content": "1"}, {"role": "assistant", "content": word}]
-
-
-def _tool_call(word: str) -> list[Message]:
+def _turn(word: str, calls: bool) -> list[Message]:
+    """Return a conversation of one turn, which says the word or calls a tool with it."""
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": word}}}
-    return [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answer = {"content": "", "tool_calls": [call]} if calls else {"content": word}
+    return [{"role": "user", "content": "1"}, {"role": "assistant", **answer}]

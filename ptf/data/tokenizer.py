@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from jinja2 import TemplateError
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ptf.data.fingerprint import identity_of, raise_if_other_identity
 from ptf.data.probes import PROBES, Message, closings_of, cuts_of, takes_text_arguments, with_text_arguments
@@ -26,18 +27,14 @@ from ptf.errors import UserError
 from ptf.storage.hub import at_revision
 
 
+@dataclass(eq=False, repr=False)
 class Tokenizer:
     """The tokenizer of a model: encoding, decoding, chat rendering, and what ends a turn."""
 
-    def __init__(self, hf: PreTrainedTokenizerBase, extra_stops: Sequence[int] = ()):
-        """Wrap a tokenizer of transformers.
-
-        `extra_stops` are ids that also end a response, from the model's generation_config.json or config.json.
-        """
-        self.hf: Any = hf  # the type hints of transformers are stricter than its behaviour
-        self._extra_stops = tuple(extra_stops)
-        self.rendering = Rendering()
-        self.last_encoded: tuple[str, list[int]] = ("", [])  # a text and its ids (ptf.data.incremental_encode)
+    hf: Any  # the tokenizer of transformers, whose type hints are stricter than its behaviour
+    extra_stops: Sequence[int] = ()  # they end a response, too (the model's generation_config.json or config.json)
+    rendering: Rendering = field(default_factory=Rendering)
+    last_encoded: tuple[str, list[int]] = ("", [])  # a text and its ids (ptf.data.incremental_encode)
 
     @classmethod
     def load(cls, path: str) -> "Tokenizer":
@@ -47,17 +44,15 @@ class Tokenizer:
         """
         local = os.path.isdir(path) or os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
         id, revision = (path, None) if os.path.isdir(path) else at_revision(path)
-        tokenizer = cls(read_tokenizer(id, revision, local), read_stop_ids(id, revision, local))
-        tokenizer.rendering = Rendering.read(path)
-        return tokenizer
+        return cls(read_tokenizer(id, revision, local), read_stop_ids(id, revision, local), Rendering.read(path))
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer, its generation config and its rendering settings into a directory."""
         source = Path(str(self.hf.name_or_path)) / "generation_config.json"  # it may hold more than stop ids
         config = json.loads(source.read_text()) if source.is_file() else {}
         write_tokenizer(self.hf, directory)
-        if self._extra_stops:
-            config = config if config.get("eos_token_id") else config | {"eos_token_id": list(self._extra_stops)}
+        if self.extra_stops:
+            config = config if config.get("eos_token_id") else config | {"eos_token_id": list(self.extra_stops)}
             (Path(directory) / "generation_config.json").write_text(json.dumps(config))
         self.rendering.write(directory)
 
@@ -256,43 +251,32 @@ class Tokenizer:
         of the generation config. Where the template writes several special tokens there, the one that eos or the config
         names is taken, else the last, because a server continues to it.
         """
-        known = [i for i in (self.hf.eos_token_id, *self._extra_stops) if i is not None]
-        turn, call = (self._closings[kind].special for kind in ("answer", "call"))
+        known = [i for i in (self.hf.eos_token_id, *self.extra_stops) if i is not None]
+        turn, call = (self.closings[calls].special for calls in (False, True))
         stops = [next((i for i in turn if i in known), turn[-1])] if turn else []
         stops += known
         if call and not set(call) & set(stops):
             stops.append(call[-1])
         return tuple(dict.fromkeys(stops))
 
-    def closing(self, calls: bool) -> str:
-        """Return what the template writes after a turn only when the next message follows (GLM: the tag of its role).
-
-        It ends with the token at which a server stops; it is "" where a turn has an end of its own. `calls`: for a turn
-        that calls tools, which their results follow.
-        """
-        return self._closings["call" if calls else "answer"].borrowed
-
     def follows(self, calls: bool) -> list[int]:
-        """Return the ids that the template writes after the stop token of a conversation's last turn.
+        """Return the ids that the template writes after the stop token of a conversation's last turn (`calls`: tools).
 
         They do not depend on the turn's content. They are a line break, an end of the document, or (Command-R) the next
         generation prompt.
         """
-        last = self._closings["call" if calls else "answer"].last
+        last = self.closings[calls].last
         end = next((n for n, i in enumerate(last) if i in self.stop_ids), len(last))
         return last[end + 1 :]
 
-    _closings = cached_property(closings_of)
+    closings = cached_property(closings_of)
     cuts = cached_property(cuts_of)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of what decides ids: see `identity`."""
         return self.identity["fingerprint"]
 
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """Return what decides ids, to be stored with data that was made with this tokenizer: see `identity_of`."""
-        return identity_of(self.hf, self.rendering)
+    identity = cached_property(identity_of)
 
     def differences(self, other: "Tokenizer") -> list[str]:
         """Return what decides ids and differs in another tokenizer, by name; each chat template is one."""

@@ -266,6 +266,8 @@ def test_mistakes_in_the_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_tools(self: Tokenizer, messages: Any, prompt: bool, tools: Any = None, arguments: Any = None) -> str:
         return self.hf.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
 
+    closings = templated("next_role_stop").closings
+    unclosed = {calls: closing._replace(borrowed="") for calls, closing in closings.items()}
     mistakes: list[tuple[str, Any, str, Any]] = [
         ("drops_tools, omitted_context: allow", ptf.data.chat, "_parts", lambda message: []),  # dropped calls pass
         ("drops_results", ptf.data.chat, "raise_if_unseen", lambda *_, **__: None),  # dropped context passes
@@ -278,7 +280,7 @@ def test_mistakes_in_the_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         # the directory's eos, which ends no turn of a chat
         ("return_or_end", templated("return_or_end"), "stop_ids", (0,)),
-        ("next_role_stop", Tokenizer, "closing", lambda self, calls: ""),
+        ("next_role_stop", templated("next_role_stop"), "closings", unclosed),
         ("plain", Tokenizer, "render_text", without_tools),
     ]
     for name, owner, attribute, wrong in mistakes:
