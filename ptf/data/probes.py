@@ -40,7 +40,9 @@ class Closing(NamedTuple):
 
     special: list[int]  # the special ids that end the turn
     last: list[int]  # all ids that follow the last turn of a conversation
-    borrowed: str = ""  # what is written only when the next message follows
+    # what is written only when the next message follows (GLM: the tag of its role), up to the token at which a server
+    # stops; "" where the turn has an end of its own
+    borrowed: str = ""
 
 
 def closings_of(tokenizer: "Tokenizer") -> dict[bool, Closing]:
@@ -57,7 +59,7 @@ def closings_of(tokenizer: "Tokenizer") -> dict[bool, Closing]:
         if own or not borrowed:
             closings[calls] = Closing(own, last)
             continue
-        text, continued = (_probe(tokenizer, [*_turn("1", calls), *after]) for after in ((), (then,)))
+        text, continued = (_probe(tokenizer, [*_exchange("1", calls), *after]) for after in ((), (then,)))
         stop = tokenizer.decode(borrowed)
         start = len(text) if continued.startswith(text) else continued.rindex(stop)
         end = continued.index(stop, start) + len(stop)
@@ -81,7 +83,7 @@ def _ending(tokenizer: "Tokenizer", calls: bool, *then: Message) -> list[int]:
     if not tokenizer.hf.chat_template:
         return []
     try:
-        texts = [_probe(tokenizer, [*_turn(word, calls), *then]) for word in ("1", "2")]
+        texts = [_probe(tokenizer, [*_exchange(word, calls), *then]) for word in ("1", "2")]
         a, b = (tokenizer.hf(text, add_special_tokens=False)["input_ids"] for text in texts)
     except UserError:  # the template supports no such turn
         return []
@@ -110,10 +112,11 @@ def takes_text_arguments(tokenizer: "Tokenizer") -> bool:
 
     This is found by rendering a probe.
     """
-    for call in (_turn("1", True), with_text_arguments(_turn("1", True))):
+    call = _exchange("1", True)
+    for as_text in (False, True):
         try:
-            tokenizer.apply_template(call, False, None, {})
-            return isinstance(call[-1]["tool_calls"][0]["function"]["arguments"], str)
+            tokenizer.apply_template(with_text_arguments(call) if as_text else call, False, None, {})
+            return as_text
         except (TemplateError, TypeError, KeyError, IndexError):
             continue
     return False
@@ -136,7 +139,7 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _turn(word: str, calls: bool) -> list[Message]:
+def _exchange(word: str, calls: bool) -> list[Message]:
     """Return a conversation of one turn, which says the word or calls a tool with it."""
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": word}}}
     answer = {"content": "", "tool_calls": [call]} if calls else {"content": word}

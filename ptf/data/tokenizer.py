@@ -259,16 +259,6 @@ class Tokenizer:
             stops.append(call[-1])
         return tuple(dict.fromkeys(stops))
 
-    def follows(self, calls: bool) -> list[int]:
-        """Return the ids that the template writes after the stop token of a conversation's last turn (`calls`: tools).
-
-        They do not depend on the turn's content. They are a line break, an end of the document, or (Command-R) the next
-        generation prompt.
-        """
-        last = self.closings[calls].last
-        end = next((n for n, i in enumerate(last) if i in self.stop_ids), len(last))
-        return last[end + 1 :]
-
     closings = cached_property(closings_of)
     cuts = cached_property(cuts_of)
 
