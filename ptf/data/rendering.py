@@ -36,6 +36,7 @@ RESERVED = {
     "strftime_now",
     "raise_exception",
 }
+DATE_FUNCTION = "strftime_now"  # a chat template that has it renders today's date
 WAYS_OUT = (
     "give another template in model.chat_template, the template's arguments in model.template_args "
     "(enable_thinking, …), or set data.response_rendering: append, which appends the response to the generation prompt"
@@ -65,7 +66,7 @@ class Rendering:
         """Return the arguments that these settings add to a template."""
         if self.date is None:
             return {}
-        return {"strftime_now": datetime.datetime.fromisoformat(self.date).strftime}
+        return {DATE_FUNCTION: datetime.datetime.fromisoformat(self.date).strftime}
 
     @classmethod
     def read(cls, directory: str | Path) -> "Rendering":
@@ -77,11 +78,6 @@ class Rendering:
         """Write the settings beside a tokenizer, where they are not the defaults."""
         if self.facts:
             (Path(directory) / FILE).write_text(json.dumps(self.facts))
-
-
-def renders_date(template: object) -> bool:
-    """Return whether a chat template (or a dictionary of them) uses today's date."""
-    return "strftime_now" in str(template)
 
 
 def with_arguments(template: str, arguments: Mapping[str, Any]) -> str:

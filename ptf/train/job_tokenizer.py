@@ -12,7 +12,7 @@ from pathlib import Path
 from ptf import storage
 from ptf.config.schema import Job
 from ptf.data.added import tokenizer_of
-from ptf.data.rendering import Rendering, renders_date
+from ptf.data.rendering import DATE_FUNCTION, Rendering
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.model.model_files import locate
@@ -32,7 +32,7 @@ def is_rendered_otherwise(job: Job, directory: str) -> bool:
         or data.response_rendering != "template"
         or data.omitted_context != "error"
         or data.consecutive_turns != "error"
-        or any(renders_date(file.read_text()) for file in files if file.is_file())
+        or any(DATE_FUNCTION in file.read_text() for file in files if file.is_file())
     )
 
 
@@ -63,7 +63,7 @@ def rendered(job: Job, tokenizer: Tokenizer, run: Path | None) -> Tokenizer:
 def with_run_rendering(job: Job, tokenizer: Tokenizer, run: Path | None, served: bool = False) -> Tokenizer:
     """Give the tokenizer of any model of the run the run's date and context rules; its own template stays."""
     date = None
-    if renders_date(tokenizer.hf.chat_template):
+    if DATE_FUNCTION in str(tokenizer.hf.chat_template):
         date = job.data.date or (datetime.date.today().isoformat() if run is None else pinned_date(run))
     tokenizer.rendering = Rendering(date, served, job.data.omitted_context == "allow", job.data.consecutive_turns)
     return tokenizer

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ptf.data.chat import chat_samples
-from ptf.data.rendering import Rendering, renders_date, with_arguments
+from ptf.data.rendering import DATE_FUNCTION, Rendering, with_arguments
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from tests.data.conversations import said
@@ -71,8 +71,8 @@ def test_the_date_is_what_it_is_told_and_part_of_the_fingerprint(tmp_path: Path)
     again = Tokenizer.load(str(tmp_path))
     assert again.render_text(CHAT, False) == one.render_text(CHAT, False)
     again.raise_if_different(json.loads(json.dumps(one.identity)), "it")
-    assert renders_date(one.hf.chat_template)
-    assert not renders_date(templated("plain").hf.chat_template)
+    assert DATE_FUNCTION in one.hf.chat_template
+    assert DATE_FUNCTION not in templated("plain").hf.chat_template
 
 
 def test_a_template_that_wants_a_system_message_has_its_stop_found() -> None:
