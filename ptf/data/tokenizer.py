@@ -262,10 +262,6 @@ class Tokenizer:
     closings = cached_property(closings_of)
     cuts = cached_property(cuts_of)
 
-    def fingerprint(self) -> str:
-        """Return the SHA-256 of what decides ids: see `identity`."""
-        return self.identity["fingerprint"]
-
     identity = cached_property(identity_of)
 
     def differences(self, other: "Tokenizer") -> list[str]:

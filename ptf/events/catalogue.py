@@ -80,10 +80,10 @@ class Catalogue:
 
     def raise_if_different(self, tokenizer: "Tokenizer", what: str) -> None:
         """Raise UserError unless the catalogue was made with this tokenizer; `what` names it in the message."""
-        if tokenizer.fingerprint() != self.tokenizer:
+        if tokenizer.identity["fingerprint"] != self.tokenizer:
             raise UserError(
                 f"the catalogue was made with a different tokenizer than {what} ({self.tokenizer[:12]}, "
-                f"not {tokenizer.fingerprint()[:12]}), so its items would be "
+                f"not {tokenizer.identity['fingerprint'][:12]}), so its items would be "
                 "different tokens; prepare both together, or use the tokenizer that is stored beside the catalogue"
             )
 

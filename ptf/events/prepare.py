@@ -208,7 +208,7 @@ def _write_catalogue(
         replace(facts[name], text=text, popularity=users_of[name] / len(trained))
         for name, text in zip(facts, item_tokens.texts, strict=True)
     ]
-    Catalogue(tuple(items), tokenizer.fingerprint()).save(str(root / "catalogue.json"))
+    Catalogue(tuple(items), tokenizer.identity["fingerprint"]).save(str(root / "catalogue.json"))
     (root / "allowed.txt").write_text("".join(text + "\n" for text in item_tokens.texts))
     return items
 

@@ -78,7 +78,7 @@ class OnlineJob:
         job = with_lora_sync(job, computes_on_gpu(job.compute), experts)
         sources = specs(job.data.sources)
         print("\n".join(first_lines(sources)), flush=True)
-        made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.fingerprint())
+        made_with = provenance.made_with(CPU, fingerprints(sources), tokenizer.identity["fingerprint"])
         if trie is not None:
             made_with["allowed"] = trie.fingerprint()
         return cls(

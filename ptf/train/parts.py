@@ -59,5 +59,5 @@ class Parts:
             print("\n".join(first_lines(specs(data_job.data.sources))), flush=True)
         data, packages = fingerprints(specs(job.data.sources)) if world.leads else {}, model.kernels.packages
         self.made_with = world.together(
-            lambda: provenance.made_with(world.device, data, tokenizer.fingerprint(), packages)
+            lambda: provenance.made_with(world.device, data, tokenizer.identity["fingerprint"], packages)
         )

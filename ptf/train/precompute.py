@@ -104,7 +104,7 @@ def _named(job: Job, recipe: Recipe, tokenizer: Tokenizer, model: Model, directo
         type(recipe).__qualname__,
         recipe.precomputed_from,
         job.train.precision,
-        tokenizer.fingerprint(),
+        tokenizer.identity["fingerprint"],
         code(),
         *model.kernels.packages.items(),
         *plugins.digests.items(),

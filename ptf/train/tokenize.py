@@ -35,7 +35,7 @@ def tokenize(job: Job, tokenizer: Tokenizer, processes: int, settings: str | Non
     for reason in code_of(job.model_dump()["recipe"]).unseen:
         print(f"tokenize: {reason}", flush=True)
     directories: dict[str, str] = {}
-    made_by = settings or fingerprint(job, *SETTINGS), tokenizer.fingerprint(), FORM, STORED
+    made_by = settings or fingerprint(job, *SETTINGS), tokenizer.identity["fingerprint"], FORM, STORED
     for name, source in {**data.sources, **data.validation}.items():
         if source.kind == "tokenized":
             continue

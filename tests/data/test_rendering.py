@@ -47,7 +47,7 @@ def test_a_template_that_is_given_renders_the_same_once_saved(tmp_path: Path) ->
     text = served.apply_chat_template(CHAT[:1], add_generation_prompt=True, tokenize=False)
     assert text.endswith("<think></think>")
     assert text == made.render_text(CHAT[:1], True)
-    assert Tokenizer.load(str(tmp_path)).fingerprint() == made.fingerprint()
+    assert Tokenizer.load(str(tmp_path)).identity == made.identity
     assert not (tmp_path / "rendering.json").exists()
 
 
@@ -61,7 +61,7 @@ def test_the_date_is_what_it_is_told_and_part_of_the_fingerprint(tmp_path: Path)
     one, other = dated("2026-02-03"), dated("2026-02-04")
     assert "Today is 03 February 2026." in one.render_text(CHAT, False)
     assert one.render(CHAT, False) != other.render(CHAT, False)
-    assert one.fingerprint() != other.fingerprint()
+    assert one.identity != other.identity
     with pytest.raises(
         UserError,
         match=r"it was made with a chat template that rendered the date 2026-02-03, not 2026-02-04: set data\.date",

@@ -111,7 +111,7 @@ def test_fingerprint_tells_tokenizers_apart(characters: Tokenizer, tmp_path: Pat
     other = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .,+-", tmp_path / "other")
     template = Tokenizer.load(str(tmp_path / "same"))
     template.hf.chat_template += "\n"
-    prints = [t.fingerprint() for t in (characters, same, other, template)]
+    prints = [t.identity["fingerprint"] for t in (characters, same, other, template)]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
 
@@ -124,7 +124,7 @@ def test_fingerprint_catches_a_lost_normalizer(shared: Path) -> None:
     directory = str(shared / "tokenizers/phi3-mini")
     auto, direct = Tokenizer.load(directory), Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory))
     assert auto.hf.get_vocab() == direct.hf.get_vocab()
-    assert auto.fingerprint() != direct.fingerprint()
+    assert auto.identity != direct.identity
     trap = auto.class_mismatch()
     assert trap is not None
     assert re.match(
@@ -167,10 +167,10 @@ def test_a_document_begins_as_servers_begin_it(shared: Path) -> None:
 
 
 def test_fingerprint_is_the_same_in_another_process(characters: Tokenizer) -> None:
-    code = "import sys; from ptf.data.tokenizer import Tokenizer; print(Tokenizer.load(sys.argv[1]).fingerprint())"
+    code = "import sys; from ptf.data.tokenizer import Tokenizer; print(ascii(Tokenizer.load(sys.argv[1]).identity))"
     env = os.environ | {"PYTHONHASHSEED": "1"}
     found = run_python("-c", code, characters.hf.name_or_path, check=True, env=env).stdout.strip()
-    assert found == characters.fingerprint()
+    assert found == ascii(characters.identity)
 
 
 def test_no_tokenizer_and_no_template_are_named(characters: Tokenizer, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_plain_directory_is_loaded_as_auto_tokenizer_loads_it(
     assert tokenizer_class(str(tmp_path)) is not AutoTokenizer
     auto, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(str(tmp_path))
     assert type(auto) is type(ours.hf)
-    assert Tokenizer(auto).fingerprint() == ours.fingerprint()
+    assert Tokenizer(auto).identity == ours.identity
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_the_date_is_that_of_the_day_on_which_the_run_began(tmp_path: Path, monk
     one, again = tokenizer_of(job, tmp_path / "run"), tokenizer_of(job, tmp_path / "run")
     assert one.render_text(CHAT, False) == again.render_text(CHAT, False) == ahead.render_text(CHAT, False)
     assert one.render_text(CHAT, False).startswith("03-02-2026<|im_start|>")
-    assert one.fingerprint() == again.fingerprint() == ahead.fingerprint()
+    assert one.identity == again.identity == ahead.identity
     other = tokenizer_of(job, tmp_path / "other")
     assert other.render_text(CHAT, False).startswith("04-02-2026<|im_start|>")
     with pytest.raises(UserError, match="rendered the date 2026-02-03, not 2026-02-04"):
@@ -63,10 +63,7 @@ def test_the_date_is_that_of_the_day_on_which_the_run_began(tmp_path: Path, monk
 def test_a_job_that_changes_nothing_keeps_its_tokenizer_and_fingerprint(tmp_path: Path) -> None:
     job = job_of(tmp_path, data={"date": "2024-12-31"})  # its template renders none
     assert StartingModel.of_job(job, tmp_path / "run").tokenizer_path == job.model.path
-    assert (
-        rendered(job, Tokenizer.load(job.model.path), None).fingerprint()
-        == Tokenizer.load(job.model.path).fingerprint()
-    )
+    assert rendered(job, Tokenizer.load(job.model.path), None).identity == Tokenizer.load(job.model.path).identity
 
 
 def test_what_is_exported_keeps_template_and_arguments_and_not_the_date(tmp_path: Path) -> None:
@@ -90,7 +87,7 @@ def test_what_is_exported_keeps_template_and_arguments_and_not_the_date(tmp_path
     assert served.render_text(CHAT[:1], True).endswith("<|im_end|>+")
     assert served.render_text(CHAT[:1], True)[:10] == datetime.date.today().strftime("%d-%m-%Y")
     served.rendering = tokenizer.rendering
-    assert served.fingerprint() == tokenizer.fingerprint()
+    assert served.identity == tokenizer.identity
 
 
 def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
