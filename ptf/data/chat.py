@@ -332,7 +332,7 @@ def _turn(
     end = next((k for k in range(len(context), len(ids)) if ids[k] in stops), None)
     if end is None:
         raise fail(f"no end-of-turn token; known ones are {[tokenizer.decode([k]) for k in tokenizer.stop_ids]}")
-    # what the template writes after any last turn: a line break, an end of the document, or (Command-R) the next prompt
+    # what follows any last turn: a line break, an end of the document, or (Command-R) the next generation prompt
     last = tokenizer.closings[calls].last
     known = last[next((n for n, k in enumerate(last) if k in stops), len(last)) + 1 :]
     rest = ids[end + 1 :]

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from ptf.data.fingerprint import identity_of, raise_if_other_identity
 from ptf.data.probes import PROBES, Message, closings_of, cuts_of, takes_text_arguments, with_text_arguments
 from ptf.data.rendering import Rendering, with_arguments
-from ptf.data.tokenizer_files import read_stop_ids, read_tokenizer, write_tokenizer
-from ptf.errors import UserError
+from ptf.data.tokenizer_files import read_stop_ids, tokenizer_class, write_tokenizer
+from ptf.errors import UserError, raise_if_custom_code
 from ptf.storage.hub import at_revision
 
 
@@ -44,7 +44,19 @@ class Tokenizer:
         """
         local = os.path.isdir(path) or os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "false", "no")
         id, revision = (path, None) if os.path.isdir(path) else at_revision(path)
-        return cls(read_tokenizer(id, revision, local), read_stop_ids(id, revision, local), Rendering.read(path))
+        try:
+            hf = tokenizer_class(id).from_pretrained(
+                id, revision=revision, local_files_only=local, trust_remote_code=False
+            )
+        except Exception as e:  # transformers and tokenizers raise a dozen kinds of exceptions for damaged files
+            raise_if_custom_code(id, e)
+            reason = (
+                next(iter(str(e).splitlines()), "")
+                if isinstance(e, OSError | ValueError)
+                else f"its files cannot be read: {type(e).__name__}: {e}"
+            )
+            raise UserError(f"no tokenizer in {id}: {reason}") from None
+        return cls(hf, read_stop_ids(id, revision, local), Rendering.read(path))
 
     def save(self, directory: str | Path) -> None:
         """Write the tokenizer, its generation config and its rendering settings into a directory."""

@@ -1,4 +1,4 @@
-"""The files of a tokenizer, read and written with transformers: the tokenizer itself, and the ids that end a
+"""The files of a tokenizer: the class of transformers that reads them, how they are written, and the ids that end a
 response."""
 
 import json
@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from ptf.errors import UserError, raise_if_custom_code
+from ptf.errors import UserError
 
 # Model families for which AutoTokenizer follows tokenizer_config.json where that names no class of the family's own.
 PLAIN_FAMILIES = frozenset({None, "gemma3", "gemma3_text", "gpt_oss", "llama", "qwen3", "qwen3_moe"})
@@ -36,25 +36,6 @@ def tokenizer_class(path: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def read_tokenizer(path: str, revision: str | None, local: bool) -> Any:
-    """Return the tokenizer of transformers in a directory or behind a Hugging Face id.
-
-    The network is not used where `local`. Raises UserError where the files cannot be read.
-    """
-    try:
-        return tokenizer_class(path).from_pretrained(
-            path, revision=revision, local_files_only=local, trust_remote_code=False
-        )
-    except Exception as e:  # transformers and tokenizers raise a dozen kinds of exceptions for damaged files
-        raise_if_custom_code(path, e)
-        reason = (
-            next(iter(str(e).splitlines()), "")
-            if isinstance(e, OSError | ValueError)
-            else f"its files cannot be read: {type(e).__name__}: {e}"
-        )
-        raise UserError(f"no tokenizer in {path}: {reason}") from None
 
 
 def write_tokenizer(hf: Any, directory: str | Path) -> None:
