@@ -25,15 +25,15 @@ class TensorMapping:
     ours: tuple[str, ...]
     other: str
 
-    def theirs(self, experts: int) -> tuple[str, ...]:
-        """Return their names, for a model of so many experts."""
+    def theirs(self) -> tuple[str, ...]:
+        """Return their names."""
         return (self.other,)
 
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         """Return the shape of each of their tensors, given the shape of ours."""
         return tuple(ours)
 
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+    def read(self, which: int, part: Slices, read: Read) -> Tensor:
         """Return the slice `part` of `ours[which]`, read from their tensors."""
         return read(self.other, part)
 
@@ -58,7 +58,7 @@ class PaddedRows(TensorMapping):
         return (self.count, *ours[1:])
 
     @override
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+    def read(self, which: int, part: Slices, read: Read) -> Tensor:
         first, last = (min(row, self.count) for row in (part[0].start, part[0].stop))
         whole = torch.zeros([s.stop - s.start for s in part])
         if first == last:
@@ -84,7 +84,7 @@ class Transpose(TensorMapping):
         return (*ours[:-2], ours[-1], ours[-2])
 
     @override
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+    def read(self, which: int, part: Slices, read: Read) -> Tensor:
         return read(self.other, (*part[:-2], part[-1], part[-2])).transpose(-2, -1)
 
     @override
@@ -97,7 +97,7 @@ class Bits(TensorMapping):
     """Ours are the bits of their values in fp32, as integers: no cast of a model's weights changes them."""
 
     @override
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+    def read(self, which: int, part: Slices, read: Read) -> Tensor:
         return read(self.other, part).float().contiguous().view(torch.int32)
 
     @override
@@ -109,17 +109,23 @@ class Bits(TensorMapping):
 class Stack(TensorMapping):
     """One tensor of ours stacks one of theirs for each expert."""
 
+    experts: int = 0  # `sized` says how many
+
+    def sized(self, shapes: Mapping[str, Sequence[int]]) -> Self:
+        """Return the mapping of a model in which our tensors have these shapes."""
+        return replace(self, experts=shapes[self.ours[0]][0])
+
     @override
-    def theirs(self, experts: int) -> tuple[str, ...]:
-        return tuple(self.other.replace("{e}", str(e)) for e in range(experts))
+    def theirs(self) -> tuple[str, ...]:
+        return tuple(self.other.replace("{e}", str(e)) for e in range(self.experts))
 
     @override
     def shape(self, ours: torch.Size) -> tuple[int, ...]:
         return tuple(ours[1:])
 
     @override
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
-        return torch.stack([read(name, part[1:]) for name in self.theirs(experts)[part[0]]])
+    def read(self, which: int, part: Slices, read: Read) -> Tensor:
+        return torch.stack([read(name, part[1:]) for name in self.theirs()[part[0]]])
 
     @override
     def write(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -142,7 +148,7 @@ class Concatenate(TensorMapping):
         return (*ours[: self.dim], sum(self.rows), *ours[self.dim + 1 :])
 
     @override
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+    def read(self, which: int, part: Slices, read: Read) -> Tensor:
         before, rows = sum(self.rows[:which]), part[self.dim]
         return read(
             self.other, (*part[: self.dim], slice(before + rows.start, before + rows.stop), *part[self.dim + 1 :])
@@ -167,7 +173,7 @@ class Interleave(TensorMapping):
         return (*ours[:-2], ours[-1], 2 * ours[-2]) if self.transposed else (*ours[:-1], 2 * ours[-1])
 
     @override
-    def read(self, which: int, part: Slices, read: Read, experts: int) -> Tensor:
+    def read(self, which: int, part: Slices, read: Read) -> Tensor:
         if self.transposed:
             part = (*part[:-2], part[-1], part[-2])
         one = read(self.other, (*part[:-1], slice(2 * part[-1].start, 2 * part[-1].stop)))[..., which::2]

@@ -153,8 +153,3 @@ class DecoderConfig:
     def rotary_dim(self) -> int:
         """The dimensions of a head that the rotary tables are for."""
         return self.latent.rotated if self.latent else self.head_dim
-
-    @property
-    def experts(self) -> int:
-        """The number of experts in a mixture; 0 without one."""
-        return self.moe.experts if self.moe else 0

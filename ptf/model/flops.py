@@ -83,11 +83,13 @@ class _Tally:
 
     def part(self, m: nn.Module, upstream: bool) -> bool:
         """Count an attention, an MLP or a mixture; of another kind, its projections one after the other."""
+        if isinstance(m, MLP):
+            inside = [self.chain(p, upstream) for p in (m.gate_proj, m.up_proj)]
+            return self.chain(m.down_proj, any(inside))
         counted: dict[type[nn.Module], Callable[..., bool]] = {
             Attention: self.attention,
             GatedDeltaNet: self.linear_attention,
             LatentAttention: self.latent_attention,
-            MLP: self.mlp,
             MixtureOfExperts: self.mixture,
         }
         count = next((count for kind, count in counted.items() if isinstance(m, kind)), self.chain)
@@ -125,10 +127,6 @@ class _Tally:
         keys = values // m.value_dim * m.head_dim
         self.pairs[m.window] = self.pairs.get(m.window, 0.0) + 2 * (keys * (1 + q + k) + values * (1 + (q or k) + v))
         return self.chain(m.o_proj, q or v)
-
-    def mlp(self, m: MLP, upstream: bool) -> bool:
-        inside = [self.chain(p, upstream) for p in (m.gate_proj, m.up_proj)]
-        return self.chain(m.down_proj, any(inside))
 
     def mixture(self, m: MixtureOfExperts, upstream: bool) -> bool:
         """Count a router, the experts that a token goes to, and what every token passes."""

@@ -67,7 +67,7 @@ class MappedModel(Model):
 
     def names_of(self, mapping: TensorMapping) -> list[str]:
         """Return the names in a checkpoint of the tensors of a mapping."""
-        return [self.family.prefix + name for name in mapping.theirs(self.config.experts)]
+        return [self.family.prefix + name for name in mapping.theirs()]
 
     @override
     def hf_names(self) -> set[str]:
@@ -101,7 +101,7 @@ class MappedModel(Model):
             def original(name: str) -> Tensor:
                 mapping, i = mappings[name]
                 whole = tuple(slice(0, n) for n in shapes[name])
-                return mapping.read(i, whole, self._reader(files), self.config.experts)
+                return mapping.read(i, whole, self._reader(files))
 
             yield from self.under_hf_names(merged_weights(self, original))
 
@@ -223,7 +223,7 @@ class MappedModel(Model):
         rows = min(len(parameter), self.config.vocab) if name in TABLES else len(parameter)
         generator = torch.Generator().manual_seed(keyed(seed, name))
         values = torch.empty(rows, *parameter.shape[1:]).normal_(0, self.config.init_std, generator=generator)
-        fill(parameter, partial(PaddedRows((name,), name, rows).read, 0, read=lambda _, part: values[part], experts=0))
+        fill(parameter, partial(PaddedRows((name,), name, rows).read, 0, read=lambda _, part: values[part]))
 
     @override
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -236,7 +236,7 @@ class MappedModel(Model):
         parameters, quantised = dict(self.named_parameters()), quantised_weights(self)
         for mapping in mappings:
             for i, ours in enumerate(mapping.ours):
-                part = partial(mapping.read, i, read=read, experts=self.config.experts)
+                part = partial(mapping.read, i, read=read)
                 if (weight := quantised.get(ours)) is None:
                     fill(parameters[ours], part)
                 else:

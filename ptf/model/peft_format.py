@@ -125,7 +125,7 @@ class PeftFormat(ABC):
         """Return PEFT's names of the modules of these mappings that have an adapter in the file."""
         modules = []
         for mapping in mappings:
-            names = [self.prefix + name.removesuffix(".weight") for name in mapping.theirs(self.model.config.experts)]
+            names = [self.prefix + name.removesuffix(".weight") for name in mapping.theirs()]
             if isinstance(mapping, Transpose | Interleave):
                 # PEFT wraps gate_up_proj first, and down_proj around that
                 inside = ".base_layer" if isinstance(mapping, Interleave) else ""
@@ -172,7 +172,7 @@ class PeftFormat(ABC):
     def _stored(self, tensor: Callable[[str], Tensor], module: str, mapping: TensorMapping) -> Pair:
         a, b = (tensor(file_name(module, which)) for which in "AB")
         if isinstance(mapping, Transpose | Interleave):
-            experts = self.model.config.experts
+            experts = self.shapes[mapping.ours[0]][0]
             a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
         return a, b
 

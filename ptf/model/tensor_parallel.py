@@ -197,7 +197,7 @@ def raise_if_indivisible(c: DecoderConfig, ranks: int) -> None:
     if not all(kind.moe for kind in c.layers):
         sizes["columns of the MLP"] = c.intermediate_size
     if c.moe and any(kind.moe for kind in c.layers):
-        sizes["experts"] = c.experts
+        sizes["experts"] = c.moe.experts
         if c.moe.shared_intermediate_size:
             sizes["columns of the shared expert"] = c.moe.shared_intermediate_size
     if c.head == "lm":

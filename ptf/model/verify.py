@@ -337,7 +337,7 @@ class Reference:
         with torch.no_grad():
             yield from self._judged(_Result(long=self._long(ours)))
             # experts compute tokens of all documents together, in as many rows as there are
-            least = FACTOR * max(self.errors["random tokens"], LEAST) if ours.config.experts else 0.0
+            least = FACTOR * max(self.errors["random tokens"], LEAST) if ours.config.moe else 0.0
             leak = 0.0  # how much logits change with the tokens of every other document in the sequence
             for rest in (0, 1):
                 others = torch.where(segments % 2 == rest, (tokens + 1) % ours.config.vocab, tokens)

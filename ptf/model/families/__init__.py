@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from ptf.errors import UserError
-from ptf.model.checkpoint_mapping import Concatenate, TensorMapping
+from ptf.model.checkpoint_mapping import Concatenate, Stack, TensorMapping
 from ptf.model.config import DecoderConfig
 from ptf.model.families.settings import Config, Settings, raise_if_unsupported
 
@@ -91,7 +91,7 @@ class Family:
                     mappings.append(replace(mapping, ours=ours, other=mapping.other.replace("{i}", i)))
         if lost := names - {n for mapping in mappings for n in mapping.ours}:
             raise AssertionError(f"{self.model_type}: no tensor mapping for {sorted(lost)[:5]}")
-        return [mapping.sized(shapes) if isinstance(mapping, Concatenate) else mapping for mapping in mappings]
+        return [mapping.sized(shapes) if isinstance(mapping, Concatenate | Stack) else mapping for mapping in mappings]
 
 
 def family_of(config: Config) -> Family:

@@ -193,7 +193,7 @@ def _random_multimodal(
 
 def _next(c: Config) -> DecoderConfig:
     found = _hybrid(c, fused=True, moe=_experts(c, c["norm_topk_prob"]))
-    sparse = sparse_layers(c, found.experts)
+    sparse = sparse_layers(c, c["num_experts"])
     return replace(found, layers=tuple(replace(k, moe=m) for k, m in zip(found.layers, sparse, strict=True)))
 
 
