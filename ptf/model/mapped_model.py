@@ -222,8 +222,9 @@ class MappedModel(Model):
             return
         rows = min(len(parameter), self.config.vocab) if name in TABLES else len(parameter)
         generator = torch.Generator().manual_seed(keyed(seed, name))
-        values = torch.empty(rows, *parameter.shape[1:]).normal_(0, self.config.init_std, generator=generator)
-        fill(parameter, partial(PaddedRows((name,), name, rows).read, 0, read=lambda _, part: values[part]))
+        values = torch.zeros(parameter.shape)
+        values[:rows].normal_(0, self.config.init_std, generator=generator)
+        fill(parameter, values.__getitem__)
 
     @override
     def load_hf_tensors(self, tensors: Mapping[str, Tensor]) -> None:
