@@ -372,27 +372,27 @@ class Encoder:
     unread: Callable[[Row, Row, str], None] | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
-    def __call__(self, place: RawRow) -> list[PackUnit]:
+    def __call__(self, row: RawRow) -> list[PackUnit]:
         """Return the pack units of a row. A bad row is set aside, or raises UserError with its place."""
-        row: Row = {}
+        values: Row = {}
         try:
-            raw = row = place.read()
-            row = shaped(raw, self.spec.columns, self.spec.kind, place.block.columnar)
+            raw = values = row.read()
+            values = shaped(raw, self.spec.columns, self.spec.kind, row.rows.columnar)
             if self.unread is not None:
-                self.unread(raw, row, place.where)
-            made = row["atoms"] if self.spec.kind == "tokenized" else self.encode(row, self.name)
-            whole_units = [apply_row_weight(unit, row) for unit in made]
+                self.unread(raw, values, row.where)
+            made = values["units"] if self.spec.kind == "tokenized" else self.encode(values, self.name)
+            whole_units = [apply_row_weight(unit, values) for unit in made]
             fitted = [limit_length(unit, self.seq_len, self.too_long) for unit in whole_units]
         except FAULTS as e:
-            reason = reason_of(e, row)
+            reason = reason_of(e, values)
             if self.set_aside is None or self.spec.kind == "tokenized":
-                raise UserError(f"{place.where} (source {self.name}): {reason}") from (
+                raise UserError(f"{row.where} (source {self.name}): {reason}") from (
                     None if isinstance(e, UserError) else e
                 )
             self.counts["rows"] += 1
             self.counts["bad"] += 1
             self.counts["rows_without_samples"] += 1
-            self.set_aside(BadRow(place.where, reason), self.counts)
+            self.set_aside(BadRow(row.where, reason), self.counts)
             return []
         self.count(whole_units, fitted)
         units = [unit for units in fitted for unit in units]

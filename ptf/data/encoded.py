@@ -61,10 +61,10 @@ class Encoded:
 
     def _placed(self, row: RawRow, units: Sequence[PackUnit], empty_rows: int) -> list[PackUnit]:
         """Return the units of one row with their places; those of baskets in an order that the place names."""
-        placed = []
+        placed, where = [], (row.epoch, row.file, row.block, row.row)
         for i, unit in enumerate(units):
-            ordered, empty = reorder_baskets(unit, f"{self.reorder}/{(*row.place, i)}"), 0 if i else empty_rows
-            place = Place(self.name, *row.place, i, empty, checksum(ordered), empty + 1 / len(units))
+            ordered, empty = reorder_baskets(unit, f"{self.reorder}/{(*where, i)}"), 0 if i else empty_rows
+            place = Place(self.name, *where, i, empty, checksum(ordered), empty + 1 / len(units))
             placed.append(tuple(replace(document, place=place) for document in ordered))
         return placed
 

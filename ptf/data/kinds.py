@@ -106,7 +106,7 @@ def with_detected_kind(spec: SourceSpec, reader: Reader) -> SourceSpec:
         return spec
     for place in rows_once(reader, 1000):  # some rows may be bad
         try:
-            return replace(spec, kind=kind_of(shaped(place.read(), spec.columns, columnar=place.block.columnar)))
+            return replace(spec, kind=kind_of(shaped(place.read(), spec.columns, columnar=place.rows.columnar)))
         except FAULTS:
             continue
     return spec

@@ -181,20 +181,20 @@ class Loader(Iterator[list[Batch]]):
         """Return the state after the last step that was yielded, with the partitions that this rank serves."""
         return {
             "step": self.step,
-            "lanes": {str(partition): state for partition, state in self._states.items()},
+            "partitions": {str(partition): state for partition, state in self._states.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, which may be merged from several ranks' states; it must have this rank's
         partitions."""
         self.close()
-        missing = [partition for partition in self._served if str(partition) not in state["lanes"]]
+        missing = [partition for partition in self._served if str(partition) not in state["partitions"]]
         if missing:
             raise UserError(
                 f"the checkpoint has no state of the partitions {missing}: it was written with another "
                 "data.partitions, which cannot change on resume; set it back"
             )
-        self._open(state["lanes"])
+        self._open(state["partitions"])
         self.step = int(state["step"])
 
     def close(self, timeout_s: float = 30.0) -> None:

@@ -53,7 +53,7 @@ class Extent:
     """
 
     files: np.ndarray  # [blocks] int64
-    numbers: np.ndarray  # [blocks] int64: the block's number in its file
+    blocks: np.ndarray  # [blocks] int64: the block's number in its file
     rows: np.ndarray  # [blocks] int64: rows that count, the first ones of the block
     lines: np.ndarray  # [blocks] int64: lines of the file before the block
     whole: np.ndarray  # [blocks] int64: all rows of the block, counted or not
@@ -71,18 +71,18 @@ class Extent:
             return None
         blocks: list[tuple[int, int, int, int, int]] = []
         if counts is None:
-            blocks = [(at.file, at.number, at.rows, at.before, len(at.block)) for at in blocks_once(reader, limit)]
+            blocks = [(at.file, at.block, at.counted, at.before, len(at.rows)) for at in blocks_once(reader, limit)]
         left = sys.maxsize if limit is None else limit
         for file, of_file in enumerate(counts or ()):
             before = 0
-            for number, (rows, lines) in enumerate(of_file):
-                blocks.append((file, number, min(rows, left), before, rows))
+            for block, (rows, lines) in enumerate(of_file):
+                blocks.append((file, block, min(rows, left), before, rows))
                 left, before = left - min(rows, left), before + lines
         used = [block for block in blocks if block[2]]
         if not used:
             raise UserError(f"no rows in {reader.path}")
-        files, numbers, counted_rows, lines_before, whole = np.array(used, np.int64).T
-        return Extent(files, numbers, counted_rows, lines_before, whole, int(counted_rows.sum()))
+        columns = np.array(used, np.int64).T
+        return Extent(*columns, int(columns[2].sum()))
 
 
 class Pieces(NamedTuple):
@@ -192,16 +192,16 @@ class _Partition:
         self._partition, self._partitions = partition, ordered.partitions
         self.path = ordered.reader.path
 
-    def at(self, file: int, number: int, row: int, epoch: int) -> RawRow:
+    def at(self, file: int, block: int, row: int, epoch: int) -> RawRow:
         """Return a row that was yielded before."""
-        block = self._reader.block(file, number)
-        if block is None or row >= len(block):
+        rows = self._reader.block(file, block)
+        if rows is None or row >= len(rows):
             raise changed_error(self._reader, file)
-        uri, lines, extent = f"{self._reader.uris[file]}, block {number}", 0, self._ordered.extent
+        uri, lines, extent = f"{self._reader.uris[file]}, block {block}", 0, self._ordered.extent
         if extent is not None:
-            (i,) = np.flatnonzero((extent.files == file) & (extent.numbers == number))
+            (i,) = np.flatnonzero((extent.files == file) & (extent.blocks == block))
             uri, lines = self._reader.uris[file], int(extent.lines[i])
-        return RawRow(block, row, uri, lines, epoch, file, number)
+        return RawRow(rows, row, uri, lines, epoch, file, block)
 
 
 def changed_error(reader: Reader, file: int) -> UserError:
@@ -270,7 +270,7 @@ class KnownRows(_Partition):
     def _read(self, piece: int) -> ReadBlock:
         """Read the block of a piece, up to the piece's end, and announce the next one to the reader."""
         (i, _, end), *following = self._pieces[piece : piece + 2].tolist()
-        key, *next_keys = ((int(self._extent.files[j]), int(self._extent.numbers[j])) for j, *_ in [(i,), *following])
+        key, *next_keys = ((int(self._extent.files[j]), int(self._extent.blocks[j])) for j, *_ in [(i,), *following])
         block = self._reader.block(*key, *next_keys)
         if block is None or len(block) != self._extent.whole[i]:
             raise changed_error(self._reader, key[0])
@@ -283,10 +283,10 @@ class KnownRows(_Partition):
             self._open()
         at = self._start + (self._group.start + int(self._order[self._index - self._group.start])) * self._stride
         piece = bisect_right(self._ends, at)
-        block, file, number, lines, end = self._blocks[piece]
+        rows, file, block, lines, end = self._blocks[piece]
         self._index += 1
         left = self._ends[piece] - at  # rows of the piece from this one on
-        return RawRow(block, end - left, self._reader.uris[file], lines, self._epoch, file, number)
+        return RawRow(rows, end - left, self._reader.uris[file], lines, self._epoch, file, block)
 
     def passes(self) -> int:
         """Return the number of epochs of which every row has been yielded."""
@@ -343,18 +343,18 @@ class UnknownRows(_Partition):
         """Return the partition's next row in the order of the files; None where the epoch ends."""
         while self._position.file < len(self._files):
             at, file = self._position, self._files[self._position.file]
-            block = self._reader.block(file, at.block)
-            if block is None:
+            rows = self._reader.block(file, at.block)
+            if rows is None:
                 self._position = at._replace(file=at.file + 1, block=0, line=0)
                 continue
             skipped = (self._partition - at.dealt) % self._partitions
             row = at.row + skipped
-            if row < len(block):
+            if row < len(rows):
                 self._position = at._replace(row=row + 1, dealt=at.dealt + skipped + 1)
                 uri = self._reader.uris[file]
-                return RawRow(block.part(row, row + 1), 0, uri, at.line, at.epoch, file, at.block, row)
+                return RawRow(rows.part(row, row + 1), row, uri, at.line, at.epoch, file, at.block, row)
             self._position = at._replace(
-                block=at.block + 1, row=0, line=at.line + block.lines, dealt=at.dealt + len(block) - at.row
+                block=at.block + 1, row=0, line=at.line + rows.lines, dealt=at.dealt + len(rows) - at.row
             )
         return None
 

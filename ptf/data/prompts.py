@@ -27,7 +27,7 @@ def _prompt(row: RawRow, spec: SourceSpec, source: str, tokenizer: Tokenizer, in
     """Encode a row as a prompt; raise UserError with its place for a bad row."""
     values: Row = {}
     try:
-        values = shaped(row.read(), spec.columns, "prompt", row.block.columnar)
+        values = shaped(row.read(), spec.columns, "prompt", row.rows.columnar)
         return replace(encode_prompt(values, tokenizer, source, index), where=row.where)
     except FAULTS as e:
         raise UserError(f"{row.where} (source {source}): {reason_of(e, values)}") from (

@@ -18,14 +18,14 @@ from ptf.data.document import Document, PackUnit
 from ptf.data.sources.blocks import Row, RowBlock
 from ptf.errors import UserError
 
-FORM = 2  # version of the file; data of another version are tokenized again
+FORM = 3  # version of the file; data of another version are tokenized again
 ROWS_IN_GROUP = 1024
 CELL = pa.large_binary()
 # For a document of 300 tokens: 0.5 to 0.8 us to decode and 0.6 to 1.2 KB, where zstd takes 1.3 to 1.8 us and 0.4
 # to 0.8 KB.
 COMPRESSION = "lz4"
 COLUMNS = {
-    "atoms": pa.list_(pa.int32()),  # number of samples in each pack unit of the row
+    "units": pa.list_(pa.int32()),  # number of samples in each pack unit of the row
     "lengths": pa.list_(pa.int32()),  # number of tokens in each sample
     "tokens": CELL,  # int32, of all samples, one after the other
     "weights": CELL,  # runs of equal weights: pairs of a number of tokens (int32) and their weight (float32)
@@ -37,8 +37,8 @@ COLUMN_PREFIX = "stream/"
 
 
 def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
-    """Return one row as columns; `streams` maps the name of per-token values to those of all samples, one after the
-    other.
+    """Return one row as columns; `token_columns` maps the name of per-token values to those of all samples, one after
+    the other.
 
     Raises UserError where only some of the row's samples have the values of a name.
     """
@@ -53,12 +53,12 @@ def unit_columns(units: Sequence[PackUnit]) -> dict[str, Any]:
                 f"only some of the row's samples have the per-token values {name}; all of them must, or none"
             )
     return {
-        "atoms": np.array([len(unit) for unit in units], np.int32),
+        "units": np.array([len(unit) for unit in units], np.int32),
         "lengths": np.array([len(sample) for sample in samples], np.int32),
         "tokens": np.concatenate([sample.tokens for sample in samples] or [np.zeros(0, np.int32)]),
         "weights": runs(np.concatenate([sample.loss_weights for sample in samples] or [np.zeros(0, np.float32)])),
         "sources": [sample.source for sample in samples],
-        "streams": {name: np.concatenate([sample.token_columns[name] for sample in samples]) for name in names},
+        "token_columns": {name: np.concatenate([sample.token_columns[name] for sample in samples]) for name in names},
     }
 
 
@@ -85,7 +85,7 @@ class RowFile:
         Raises UserError where samples have other per-token values than the first one.
         """
         for row in rows:
-            token_columns = row["streams"]
+            token_columns = row["token_columns"]
             if not len(row["lengths"]):
                 continue
             if self._file is None:
@@ -106,7 +106,7 @@ class RowFile:
             for name, (kind, k) in token_columns.items()
         ]
         # A dictionary of cells would only cost time.
-        small = [f"{name}.list.element" for name in ("atoms", "lengths", "sources")]
+        small = [f"{name}.list.element" for name in ("units", "lengths", "sources")]
         self._file = pq.ParquetWriter(
             self._path,
             pa.schema(fields),
@@ -123,7 +123,7 @@ class RowFile:
                 values = [row[name] for row in rows]
                 arrays.append(_cells(values, np.dtype(np.int32)) if kind == CELL else pa.array(values, kind))
             for name, (kind, _) in self._token_columns.items():
-                arrays.append(_cells([row["streams"].get(name, np.zeros(0, kind)) for row in rows], kind))
+                arrays.append(_cells([row["token_columns"].get(name, np.zeros(0, kind)) for row in rows], kind))
             self._file.write_table(pa.Table.from_arrays(arrays, schema=self._file.schema), ROWS_IN_GROUP)
         self._pending.clear()
 
@@ -152,7 +152,7 @@ class TokenRows:
 
     def __init__(self, table: pa.Table):
         self.lines, self.nbytes = table.num_rows, table.nbytes
-        first_unit, units = _list(table, "atoms")
+        first_unit, units = _list(table, "units")
         first_sample, lengths = _list(table, "lengths")
         ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         self._tokens = _values(table, "tokens", np.int32)[1]
@@ -183,7 +183,7 @@ class TokenRows:
 
     def row(self, i: int) -> Row:
         """Return row i."""
-        return {"atoms": self.units(i)}
+        return {"units": self.units(i)}
 
     def units(self, i: int) -> list[PackUnit]:
         """Return the pack units of row i."""
@@ -215,7 +215,7 @@ class LengthRows(TokenRows):
 
     def __init__(self, table: pa.Table):
         self.lines, self.nbytes = table.num_rows, table.nbytes
-        first_unit, units = _list(table, "atoms")
+        first_unit, units = _list(table, "units")
         ends = np.concatenate([[0], np.cumsum(_list(table, "lengths")[1], dtype=np.int64)])
         samples = np.concatenate([[0], np.cumsum(units, dtype=np.int64)])
         self._first_unit = first_unit.tolist()

@@ -60,7 +60,7 @@ def partitions_of_lengths(partitions: Partitions) -> Partitions:
     opened = {name: partitions.opened(name) for name in partitions.sources}
     for name, (ordered, spec) in opened.items():
         if spec.kind == "tokenized" and not partitions.share_prefixes:  # shared prefixes depend on the tokens
-            reader = Reader(ordered.reader.path, LengthRows, ["atoms", "lengths"])
+            reader = Reader(ordered.reader.path, LengthRows, ["units", "lengths"])
             opened[name] = Ordered(reader, ordered.key, ordered.partitions, ordered.window, ordered.limit), spec
     lengths: dict[str, Lengths] = {name: {} for name, spec in partitions.sources.items() if spec.kind != "tokenized"}
 
@@ -81,7 +81,7 @@ class _CachedEncoder:
         self.counts = encoder.counts
 
     def __call__(self, row: RawRow) -> list[PackUnit]:
-        key = row.place[1:]
+        key = row.file, row.block, row.row
         if key not in self._lengths:
             self._lengths[key] = tuple(map(length, self._encoder(row)))
         return [placeholder_unit(n) for n in self._lengths[key]]
@@ -131,8 +131,8 @@ def rows_up_to(partitions: Partitions, name: str, most: int) -> int | None:
     if known is not None:
         return known
     reader, counted = partitions.opened(name)[0].reader, 0
-    for block, *_ in blocks_once(reader):
-        counted += len(block)
+    for rows, *_ in blocks_once(reader):
+        counted += len(rows)
         if counted > most:
             return None
     return counted

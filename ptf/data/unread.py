@@ -47,7 +47,7 @@ class Unread:
         for place in () if self._off else rows_once(Reader(self._spec.path), FIRST_ROWS):
             try:
                 raw = place.read()
-                self(raw, shaped(raw, self._spec.columns, self._spec.kind, place.block.columnar), place.where)
+                self(raw, shaped(raw, self._spec.columns, self._spec.kind, place.rows.columnar), place.where)
             except FAULTS:
                 continue
         return self

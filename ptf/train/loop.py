@@ -218,11 +218,11 @@ class Loop:
         for file in sorted(name for name in manifest["files"] if name.startswith("host_")):
             state = checkpoint.load_host(f"{path}/{file}")
             parts.tokenizer.raise_if_different(state["tokenizer"], path)
-            partitions |= state["lanes"]
+            partitions |= state["partitions"]
             ends = int(state["ends"])
             if self.early_stopping:
                 self.early_stopping.load_state_dict(state["watch"])
-        parts.loader.load_state_dict({"step": step, "lanes": partitions})
+        parts.loader.load_state_dict({"step": step, "partitions": partitions})
         if world.leads:
             parts.saves.prune(step)
             print(f"resumed from {path} (step {step} of {ends})", flush=True)

@@ -186,7 +186,7 @@ class _Precomputing:
             tokens = 0
             count = len(block) if left is None else min(len(block), left)
             for i in range(count):
-                rows.append(block.row(i)["atoms"])
+                rows.append(block.row(i)["units"])
                 tokens += sum(map(length, rows[-1]))
                 if tokens >= size or i == count - 1:
                     yield rows, i == count - 1
@@ -216,7 +216,7 @@ class _Precomputing:
 
 
 def _nbytes(columns: Mapping[str, Any]) -> int:
-    return sum(array.nbytes for array in (columns["tokens"], columns["weights"], *columns["streams"].values()))
+    return sum(array.nbytes for array in (columns["tokens"], columns["weights"], *columns["token_columns"].values()))
 
 
 def of_samples(batch: Batch, token_columns: Mapping[str, Tensor]) -> dict[str, dict[str, np.ndarray]]:

@@ -22,7 +22,7 @@ def plain(sequences: list[list[PackUnit]]) -> dict[str, Any]:
         "segments": np.full(shape, -1),
         "loss_weights": np.zeros(shape, np.float32),
         "score": np.zeros(shape, np.float32),
-        "atoms": [],
+        "units": [],
     }
     document = unit = -1
     for r, sequence in enumerate(sequences):
@@ -31,7 +31,7 @@ def plain(sequences: list[list[PackUnit]]) -> dict[str, Any]:
             unit += 1
             for sample in members:
                 document += 1
-                made["atoms"].append(unit)
+                made["units"].append(unit)
                 for i, token in enumerate(sample.tokens):
                     made["tokens"][r, at], made["positions"][r, at], made["segments"][r, at] = (
                         token,
@@ -83,7 +83,7 @@ def test_sequences_laid_out_together_are_what_a_plain_loop_makes_of_each(
         wanted, samples = plain(part), [sample for sequence in part for unit in sequence for sample in unit]
         for name in ("tokens", "targets", "positions", "segments", "loss_weights"):
             assert np.array_equal(getattr(batch, name).numpy(), wanted[name]), name
-        assert batch.units.tolist() == wanted["atoms"]
+        assert batch.units.tolist() == wanted["units"]
         assert np.array_equal(
             batch.token_columns["score"].numpy() if batch.token_columns else np.zeros(batch.tokens.shape, np.float32),
             wanted["score"],

@@ -268,7 +268,9 @@ def test_the_state_is_of_what_was_consumed_not_of_what_was_packed(sources: Any, 
     counted = loader.state_dict()
     assert counted["step"] == 1
     assert loader.counts["samples"] == sum(
-        partition["mixer"]["streams"][s]["counts"]["samples"] for partition in counted["lanes"].values() for s in "ab"
+        partition["mixer"]["streams"][s]["counts"]["samples"]
+        for partition in counted["partitions"].values()
+        for s in "ab"
     )
     second = sequences_of(next(loader))
     loader.close()
@@ -420,7 +422,7 @@ def test_a_partition_of_which_nothing_is_left_does_not_end_the_run(characters: T
 def test_a_checkpoint_of_another_order_is_refused(sources: Any, characters: Tokenizer) -> None:
     loader = make(sources, characters)
     state = loader.state_dict()
-    for partition in state["lanes"].values():
+    for partition in state["partitions"].values():
         assert partition.pop("order")
     with pytest.raises(
         UserError, match="read the data in another order: continue it with that version, or start a new run"
@@ -436,7 +438,7 @@ def test_a_state_holds_places(sources: Any, characters: Tokenizer) -> None:
     run([loader], 3)
     state = loader.state_dict()
     loader.close()
-    for partition in state["lanes"].values():
+    for partition in state["partitions"].values():
         assert 0 < len(partition["pending"]) <= 6
         assert {tuple(map(type, place)) for place in partition["pending"]} == {(str, *[int] * 7, float)}
         assert all(len(stream["pending"]) <= 3 for stream in partition["mixer"]["streams"].values())
@@ -474,7 +476,7 @@ def test_elastic_resume_loses_and_repeats_nothing_of_40000(tmp_path: Path) -> No
             "state_dict",
             lambda self: {
                 "step": self.step,
-                "lanes": {str(n): partition.state_dict() for n, partition in self._served.items()},
+                "partitions": {str(n): partition.state_dict() for n, partition in self._served.items()},
             },
         )
         counts = ledger(4_000, tmp_path)

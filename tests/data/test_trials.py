@@ -40,7 +40,9 @@ def test_a_trial_sees_a_place_that_is_off_by_a_step(
 ) -> None:
     real = Loader.state_dict
     monkeypatch.setattr(
-        Loader, "state_dict", lambda self: (state := real(self), next(self), state | {"lanes": real(self)["lanes"]})[-1]
+        Loader,
+        "state_dict",
+        lambda self: (state := real(self), next(self), state | {"partitions": real(self)["partitions"]})[-1],
     )
     trial = Trial({"a": 50}, {"a": "jsonl"}, {"a": None}, 4, 4, 2, {"temperature": 1.0}, 8, None, [1, 2], 2, False)
     assert tried(trial, tmp_path, characters).differences

@@ -201,8 +201,8 @@ def state_of(loaders: list[Loader]) -> dict[str, Any]:
     """The state of all ranks together, as a checkpoint holds it."""
     states = [loader.state_dict() for loader in loaders]
     assert len({state["step"] for state in states}) == 1
-    partitions = {partition: one for state in states for partition, one in state["lanes"].items()}
-    return pickle.loads(pickle.dumps({"step": states[0]["step"], "lanes": partitions}))
+    partitions = {partition: one for state in states for partition, one in state["partitions"].items()}
+    return pickle.loads(pickle.dumps({"step": states[0]["step"], "partitions": partitions}))
 
 
 @contextmanager
@@ -256,7 +256,7 @@ def tried(trial: Trial, directory: Path, tokenizer: Tokenizer) -> Outcome:
             with ranks(trial, sources, tokenizer, world, state, trial.exchange) as loaders:
                 parts += [stepped(loaders) for _ in range(min(each, total - len(parts)))]
                 state = state_of(loaders)
-            largest = max(largest, *(len(pickle.dumps(one)) for one in state["lanes"].values()))
+            largest = max(largest, *(len(pickle.dumps(one)) for one in state["partitions"].values()))
         differences = sum(a != b for a, b in zip(whole, parts, strict=True))
         seen = Counter(document for step in whole for sequence in step for document in sequence)
         return Outcome(

@@ -158,7 +158,7 @@ def grpo_checkpoints(made: Made) -> Scene:
 def rows_of(place: str, tokenizer: Tokenizer) -> list[Any]:
     found = []
     for block, *_ in blocks_once(tokenized.reader(place, tokenizer)):
-        units = (unit for i in range(len(block)) for unit in block.row(i)["atoms"])
+        units = (unit for i in range(len(block)) for unit in block.row(i)["units"])
         found += [
             [
                 (s.tokens.tolist(), s.loss_weights.tolist(), {k: v.tolist() for k, v in s.token_columns.items()})

@@ -64,7 +64,7 @@ def test_rounds_have_every_row_up_to_the_limit(monkeypatch, limit, rounds):
             return 4
 
         def row(self, i: int) -> dict[str, Any]:
-            return {"atoms": [(Document(np.full(10, self.first + i, np.int32), np.ones(10, np.float32)),)]}
+            return {"units": [(Document(np.full(10, self.first + i, np.int32), np.ones(10, np.float32)),)]}
 
     read = list[int]()
 

@@ -36,45 +36,40 @@ class SourceSpec:
 class RawRow:
     """A row that has not been parsed yet, and its location."""
 
-    block: RowBlock
+    rows: RowBlock  # of its block, or a part of them
     row: int  # its number in the block
     uri: str
     before: int  # lines of the file before the block
     epoch: int = 0
     file: int = 0
-    number: int = 0  # of the block in the file
-    first: int = 0  # where `block` is a part of that block: the number of its first row there
+    block: int = 0  # its number in the file
+    first: int = 0  # the number in the block of the first of `rows`
 
     def read(self) -> Row:
         """Return the parsed row. Raises UserError where it cannot be parsed."""
-        return self.block.row(self.row)
-
-    @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Return epoch, file, block and row in the block, with which the row can be read again."""
-        return self.epoch, self.file, self.number, self.first + self.row
+        return self.rows.row(self.row - self.first)
 
     @property
     def where(self) -> str:
         """Return the location of the row as file:line."""
-        return f"{self.uri}:{self.before + self.block.line(self.row) + 1}"
+        return f"{self.uri}:{self.before + self.rows.line(self.row - self.first) + 1}"
 
 
 class ReadBlock(NamedTuple):
     """A block as a pass over a source reads it, and how many of its rows count: the first ones."""
 
-    block: RowBlock
+    rows: RowBlock
     file: int
-    number: int  # of the block in the file
+    block: int  # its number in the file
     before: int  # lines of the file before the block
-    rows: int
+    counted: int
 
 
 def rows_once(reader: Reader, limit: int | None = None) -> Iterator[RawRow]:
     """Yield every row once, in file order; with `limit`, only the first rows."""
-    for block, file, number, before, rows in blocks_once(reader, limit):
-        for i in range(rows):
-            yield RawRow(block, i, reader.uris[file], before, 0, file, number)
+    for rows, file, block, before, counted in blocks_once(reader, limit):
+        for i in range(counted):
+            yield RawRow(rows, i, reader.uris[file], before, 0, file, block)
 
 
 def blocks_once(reader: Reader, limit: int | None = None) -> Iterator[ReadBlock]:
@@ -84,12 +79,12 @@ def blocks_once(reader: Reader, limit: int | None = None) -> Iterator[ReadBlock]
     """
     empty, left = True, sys.maxsize if limit is None else limit
     for file in range(len(reader.uris)):
-        number = before = 0
-        while left and (block := reader.block(file, number)) is not None:
-            rows = min(len(block), left)
-            empty, left = empty and not rows, left - rows
-            yield ReadBlock(block, file, number, before, rows)
-            number, before = number + 1, before + block.lines
+        block = before = 0
+        while left and (rows := reader.block(file, block)) is not None:
+            counted = min(len(rows), left)
+            empty, left = empty and not counted, left - counted
+            yield ReadBlock(rows, file, block, before, counted)
+            block, before = block + 1, before + rows.lines
     if empty:
         raise UserError(f"no rows in {reader.path}")
 
