@@ -5,7 +5,6 @@ Documents are immutable, so the state of a window of them holds references to th
 cut and joined here and nowhere else.
 """
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -23,7 +22,7 @@ class Place(NamedTuple):
     row: int = 0
     number: int = 0  # of the unit among the row's units
     empty_before: int = 0  # rows just before it that gave no unit
-    checksum: int = 0  # of its tokens: shows whether a unit that is read again is the same one
+    checksum: int = 0  # CRC-32 of its tokens: shows whether a unit that is read again is the same one
     rows: float = 1.0  # the rows `empty_before`, and the unit's share of its own row
 
 
@@ -65,11 +64,6 @@ class Document:
             },
         )
 
-    def idle(self) -> "Document":
-        """Return a document of one token that trains nothing, with the columns that this one has."""
-        token_columns = {name: np.zeros((1, *v.shape[1:]), v.dtype) for name, v in self.token_columns.items()}
-        return Document(np.zeros(1, np.int32), np.zeros(1, np.float32), token_columns=token_columns)
-
 
 PackUnit = tuple[Document, ...]
 
@@ -79,16 +73,3 @@ def length(unit: PackUnit) -> int:
     if len(unit) == 1:
         return len(unit[0].tokens)
     return sum(len(document.tokens) for document in unit)
-
-
-def rows_of_unit(unit: PackUnit) -> float:
-    """Return the rows of its source that a pack unit stands for."""
-    return unit[0].place.rows
-
-
-def checksum(unit: PackUnit) -> int:
-    """Return the CRC-32 of a unit's tokens."""
-    crc = 0
-    for document in unit:
-        crc = zlib.crc32(np.ascontiguousarray(document.tokens).data, crc)
-    return crc

@@ -368,8 +368,8 @@ class Encoder:
     set_aside: SetAside | None = None
     # the common beginning of a row's samples is encoded once; samples that share one are one pack unit (prefixes.py)
     share_prefixes: bool = False
-    # gets each row as the file has it and as it is read, and its place
-    unread: Callable[[Row, Row, str], None] | None = None
+    # gets each row's values as the file has them and as they are read, and the row
+    unread: Callable[[Row, Row, RawRow], None] | None = None
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
     def __call__(self, row: RawRow) -> list[PackUnit]:
@@ -379,7 +379,7 @@ class Encoder:
             raw = values = row.read()
             values = shaped(raw, self.spec.columns, self.spec.kind, row.rows.columnar)
             if self.unread is not None:
-                self.unread(raw, values, row.where)
+                self.unread(raw, values, row)
             made = values["units"] if self.spec.kind == "tokenized" else self.encode(values, self.name)
             whole_units = [apply_row_weight(unit, values) for unit in made]
             fitted = [limit_length(unit, self.seq_len, self.too_long) for unit in whole_units]

@@ -4,12 +4,15 @@ A unit that waits in a partition's windows is identified by the place that it wa
 the process that continues from the state reads the units again.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ptf.data.baskets import reorder_baskets
-from ptf.data.document import PackUnit, Place, checksum
+from ptf.data.document import PackUnit, Place
 from ptf.data.encode import Encoder
 from ptf.data.order import PartitionSource
 from ptf.data.sources.rows import RawRow
@@ -64,7 +67,8 @@ class Encoded:
         placed, where = [], (row.epoch, row.file, row.block, row.row)
         for i, unit in enumerate(units):
             ordered, empty = reorder_baskets(unit, f"{self.reorder}/{(*where, i)}"), 0 if i else empty_rows
-            place = Place(self.name, *where, i, empty, checksum(ordered), empty + 1 / len(units))
+            crc = zlib.crc32(np.concatenate([document.tokens for document in ordered]).data)
+            place = Place(self.name, *where, i, empty, crc, empty + 1 / len(units))
             placed.append(tuple(replace(document, place=place) for document in ordered))
         return placed
 

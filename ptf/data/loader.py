@@ -101,12 +101,9 @@ class Loader(Iterator[list[Batch]]):
             self._totals.update(self._partition_counts[partition])
         return dict(self._partition_states), dict(self._totals)
 
-    def _partitions_of(self, step: int) -> list[int]:
-        """Return the partition of each of this rank's sequences of a step."""
-        return [(step * self._sequences + j) % self._partitions for j in self._sequence_numbers]
-
-    def _read(self, step: int) -> list[list[PackUnit]]:
-        sequences = [next(self._served[partition], []) for partition in self._partitions_of(step)]
+    def _read(self, partitions: Iterable[int]) -> list[list[PackUnit]]:
+        """Return the next sequence of each of some partitions."""
+        sequences = [next(self._served[partition], []) for partition in partitions]
         if not all(sequences):  # a partition that has ended gives sequences that train nothing
             # a unit that has the columns of all samples, even if this rank has no sequences left
             self._template = self._template or next((sequence[0] for sequence in sequences if sequence), None)
@@ -121,8 +118,9 @@ class Loader(Iterator[list[Batch]]):
     def _steps(self, step: int, stop: threading.Event) -> Iterator[_Share]:
         """Yield the steps from `step` on, until `stop` is set. The ranks that exchange sequences end together."""
         while not stop.is_set():
+            partitions = [(step * self._sequences + j) % self._partitions for j in self._sequence_numbers]
             try:
-                sequences, states = self._read(step), self._snapshot(self._partitions_of(step))
+                sequences, states = self._read(partitions), self._snapshot(partitions)
             except BaseException:
                 self._leave(FAILED)
                 raise

@@ -81,8 +81,7 @@ class Extent:
         used = [block for block in blocks if block[2]]
         if not used:
             raise UserError(f"no rows in {reader.path}")
-        columns = np.array(used, np.int64).T
-        return Extent(*columns, int(columns[2].sum()))
+        return Extent(*np.array(used, np.int64).T, total=sum(block[2] for block in used))
 
 
 class Pieces(NamedTuple):
@@ -191,6 +190,11 @@ class _Partition:
         self._ordered, self._reader = ordered, ordered.reader
         self._partition, self._partitions = partition, ordered.partitions
         self.path = ordered.reader.path
+        self._begin()
+
+    def _begin(self) -> None:
+        """Go to the first row."""
+        raise NotImplementedError
 
     def at(self, file: int, block: int, row: int, epoch: int) -> RawRow:
         """Return a row that was yielded before."""
@@ -216,24 +220,19 @@ class KnownRows(_Partition):
     """The rows of a partition where each block's number of rows is known: row `index` of an epoch follows from the
     index."""
 
-    def __init__(self, ordered: Ordered, partition: int):
-        super().__init__(ordered, partition)
-        assert ordered.extent is not None
-        self._extent = ordered.extent
-        self._begin(0, 0)
-
-    def _begin(self, epoch: int, index: int) -> None:
+    def _begin(self, epoch: int = 0, index: int = 0) -> None:
         """Go to a row of an epoch, or of the first one after it in which the partition has a row: with fewer rows than
         partitions it has one not in every epoch."""
-        ordered, total = self._ordered, self._extent.total
-        while not (rows := size(total, self._partitions, epoch, self._partition)):
+        ordered, extent = self._ordered, self._ordered.extent
+        assert extent is not None
+        while not (rows := size(extent.total, self._partitions, epoch, self._partition)):
             epoch += 1
-        self._epoch, self._index, self._rows = epoch, index, rows
+        self._extent, self._epoch, self._index, self._rows = extent, epoch, index, rows
         self._pieces, self._ends = ordered.pieces(epoch, self._partition)
         # row k of the partition's epoch has the number start + k · stride in the pieces
         self._start, self._stride = 0, 1
         if not ordered.by_block:
-            self._start, self._stride = (self._partition - epoch * total) % self._partitions, self._partitions
+            self._start, self._stride = (self._partition - epoch * extent.total) % self._partitions, self._partitions
         self._groups = self._block_groups() if ordered.by_block else list[int]()
         self._group = range(0)  # the rows of the group that is open
 
@@ -257,28 +256,23 @@ class KnownRows(_Partition):
             g = bisect_right(self._groups, self._index)
             self._group = range(self._groups[g - 1] if g else 0, self._groups[g])
         else:
-            size = max(1, self._ordered.window)
-            first = self._index - self._index % size
-            self._group = range(first, min(first + size, self._rows))
+            first = self._index - self._index % max(1, self._ordered.window)
+            self._group = range(first, min(first + max(1, self._ordered.window), self._rows))
         self._order = self._ordered.permuted(len(self._group), self._epoch, self._partition, self._group.start)
         ends = (self._start + row * self._stride for row in (self._group[0], self._group[-1]))
         first, last = (bisect_right(self._ends, number) for number in ends)
         self._blocks: dict[int, ReadBlock] = {}
         for piece in range(first, last + 1):
-            self._blocks[piece] = self._read(piece)
-
-    def _read(self, piece: int) -> ReadBlock:
-        """Read the block of a piece, up to the piece's end, and announce the next one to the reader."""
-        (i, _, end), *following = self._pieces[piece : piece + 2].tolist()
-        key, *next_keys = ((int(self._extent.files[j]), int(self._extent.blocks[j])) for j, *_ in [(i,), *following])
-        block = self._reader.block(*key, *next_keys)
-        if block is None or len(block) != self._extent.whole[i]:
-            raise changed_error(self._reader, key[0])
-        return ReadBlock(block, *key, int(self._extent.lines[i]), end)
+            pieces, extent = self._pieces[piece : piece + 2].tolist(), self._extent  # the next one is announced
+            at, *following = ((int(extent.files[i]), int(extent.blocks[i])) for i, *_ in pieces)
+            (i, _, end), rows = pieces[0], self._reader.block(*at, *following)
+            if rows is None or len(rows) != extent.whole[i]:
+                raise changed_error(self._reader, at[0])
+            self._blocks[piece] = ReadBlock(rows, *at, int(extent.lines[i]), end)
 
     def __next__(self) -> RawRow:
         if self._index == self._rows:
-            self._begin(self._epoch + 1, 0)
+            self._begin(self._epoch + 1)
         if self._index not in self._group:
             self._open()
         at = self._start + (self._group.start + int(self._order[self._index - self._group.start])) * self._stride
@@ -318,11 +312,7 @@ class UnknownRows(_Partition):
     """The rows of a partition where the number of rows is not known: those of all epochs one after the other, row k to
     partition k mod partitions, permuted in windows that lie in one epoch. Only the rows of a window are in memory."""
 
-    def __init__(self, ordered: Ordered, partition: int):
-        super().__init__(ordered, partition)
-        self._begin(Position())
-
-    def _begin(self, position: Position) -> None:
+    def _begin(self, position: Position = Position()) -> None:  # noqa: B008 (immutable)
         self._position, self._files = position, self._ordered.files(position.epoch).tolist()
         self._window: list[RawRow] = []
         self._began, self._index = position, 0  # where the window began, and the index of the next row in it

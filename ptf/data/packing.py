@@ -29,28 +29,24 @@ class Packer(Iterator[list[PackUnit]]):
     ):
         """Make a packer of `units`, of which those that are `pending` come first."""
         self._units, self._seq_len, self._lookahead = units, seq_len, lookahead
-        self._window: dict[int, PackUnit] = {}  # number of arrival → unit, oldest first
+        # the look-ahead window, number of arrival → unit, oldest first: with the stream's own state, the packer's state
+        self.pending: dict[int, PackUnit] = {}
         self._arrivals = 0
         self._ages: dict[int, list[int]] = {}  # length → numbers of arrival of the units of that length, oldest first
         self._bits = 0  # bit n: the window has a unit of n tokens
         self._mirror = 0  # bit seq_len - n: the same, mirrored
         self._admit(iter(pending), len(pending))
 
-    @property
-    def pending(self) -> list[PackUnit]:
-        """The units of the look-ahead window, the oldest first: with the stream's own state, the packer's state."""
-        return list(self._window.values())
-
     def _admit(self, units: Iterator[PackUnit], most: int) -> None:
         """Fill the window up to `most` units. Raise UserError for one that is longer than a sequence."""
-        while len(self._window) < most:
+        while len(self.pending) < most:
             unit = next(units, None)
             if unit is None:
                 return
             n = length(unit)
             if n > self._seq_len:
                 raise UserError(f"a sample of {n} tokens does not fit a sequence of seq_len {self._seq_len}")
-            self._window[self._arrivals] = unit
+            self.pending[self._arrivals] = unit
             self._ages.setdefault(n, []).append(self._arrivals)
             self._bits |= 1 << n
             self._mirror |= 1 << (self._seq_len - n)
@@ -58,13 +54,13 @@ class Packer(Iterator[list[PackUnit]]):
 
     def __next__(self) -> list[PackUnit]:
         self._admit(self._units, self._lookahead)
-        if not self._window:
+        if not self.pending:
             raise StopIteration
         sequence, room = list[PackUnit](), self._seq_len
-        n: int | None = length(next(iter(self._window.values())))
+        n: int | None = length(next(iter(self.pending.values())))
         while n is not None:
             of_this_length = self._ages[n]
-            sequence.append(self._window.pop(of_this_length.pop(0)))
+            sequence.append(self.pending.pop(of_this_length.pop(0)))
             if not of_this_length:
                 del self._ages[n]
                 self._bits ^= 1 << n
@@ -122,8 +118,9 @@ def _first_of_last(fits: int, mirror: int, room: int, ages: Mapping[int, Sequenc
 
 def idle(sequences: Sequence[Sequence[PackUnit]]) -> PackUnit:
     """Return a unit of one token that trains nothing, with the columns that the other samples have."""
-    nothing = Document(np.zeros(0, np.int32), np.zeros(0, np.float32))
-    return ((sequences[0][0][0] if sequences and sequences[0] else nothing).idle(),)
+    like = sequences[0][0][0].token_columns if sequences and sequences[0] else {}
+    token_columns = {name: np.zeros((1, *values.shape[1:]), values.dtype) for name, values in like.items()}
+    return (Document(np.zeros(1, np.int32), np.zeros(1, np.float32), token_columns=token_columns),)
 
 
 def balanced(work: Sequence[float], ranks: int) -> list[list[int]]:

@@ -6,12 +6,12 @@ state, yields the same sequences. Held-out data are read once, in their order (`
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Literal
 
 from ptf.data import tokenized
-from ptf.data.document import PackUnit, Place, rows_of_unit
+from ptf.data.document import PackUnit, Place
 from ptf.data.encode import COUNTS, Encode, Encoder, SetAside, TooLong
 from ptf.data.encoded import Encoded
 from ptf.data.kinds import with_detected_kind
@@ -49,7 +49,7 @@ class Partition(Iterator[list[PackUnit]]):
         """Return the state after the last sequence."""
         return {
             "order": ORDER,
-            "pending": [tuple(unit[0].place) for unit in self._packer.pending],
+            "pending": [tuple(unit[0].place) for unit in self._packer.pending.values()],
             "mixer": self._mixer.state_dict(),
         }
 
@@ -86,20 +86,28 @@ class Partitions:
     quarantine: str | None = None  # directory that bad rows are written to; without it they are errors
     max_bad_rows_share: float = 0.0
     read_keys: tuple[str, ...] = ()  # keys of messages that the recipe reads
-    wrap: Callable[[str, Encoder], Encoder] = lambda name, encoder: encoder  # replaces each source's encoder
+    wrap: Callable[[str, Encoder], Any] = lambda name, encoder: encoder  # replaces each source's encoder
     _opened: dict[str, tuple[Ordered, SourceSpec]] = field(default_factory=dict)
     _unread: dict[str, Unread] = field(default_factory=dict)
     _gives_samples: dict[str, bool] = field(default_factory=dict)  # whether any row of a source gives a sample
 
     def __call__(self, partition: int) -> Partition:
         """Return the partition of this number, from its beginning."""
-        encoded = {name: self._encoded(name, partition) for name in self.sources}
-        return Partition(
-            encoded,
-            self.mixture.mixed(encoded, self.shares, partition, rows_of_unit),
-            self.seq_len,
-            self.lookahead,
-        )
+        encoded: dict[str, Encoded] = {}
+        for name in self.sources:
+            file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
+            aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
+            encoded[name] = Encoded(
+                name,
+                self.opened(name)[0].partition(partition),
+                self.wrap(name, self.encoder(name, aside, self.unread(name))),
+                self.uncounted_encoder(name),
+                self.partitions,
+                partial(self._has_samples, name),
+                f"baskets/{self.seed}/{name}",
+            )
+        mixer = self.mixture.mixed(encoded, self.shares, partition, rows=lambda unit: unit[0].place.rows)
+        return Partition(encoded, mixer, self.seq_len, self.lookahead)
 
     @cached_property
     def mixture(self) -> Mixture:
@@ -126,20 +134,6 @@ class Partitions:
             unread.say = lambda line: print(f"source {name}: {line}", flush=True)
             self._unread[name] = unread
         return self._unread[name]
-
-    def _encoded(self, name: str, partition: int) -> Encoded:
-        file = f"{self.quarantine}/{name}-{partition:03}.jsonl"
-        aside = Quarantine(file, self.max_bad_rows_share).add if self.quarantine else None
-        encoder = self.wrap(name, self.encoder(name, aside, self.unread(name)))
-        return Encoded(
-            name,
-            self.opened(name)[0].partition(partition),
-            encoder,
-            self.uncounted_encoder(name),
-            self.partitions,
-            lambda: self._has_samples(name),
-            f"baskets/{self.seed}/{name}",
-        )
 
     def rows(self, name: str) -> int | None:
         """Return the rows of a source in an epoch; None where neither its files nor the config tell."""

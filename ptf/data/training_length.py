@@ -8,7 +8,6 @@ would cost too much, the lengths of the first rows stand for all, and the number
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
@@ -42,17 +41,12 @@ class DataPlan:
 
     def describe(self) -> str:
         """Return the plan as one line of text."""
-
-        def number(low, high, form):
-            return form.format(low) if low == high else f"{form.format(low)} to {form.format(high)}"
-
-        each = [
-            f"{name} {number(*found, '{:.3g}') if found else 'an unknown number'}"
+        passes = ", ".join(
+            f"{name} {' to '.join(f'{n:.3g}' for n in dict.fromkeys(found)) if found else 'an unknown number'}"
             for name, found in self.passes.items()
-        ]
-        return f"passes over the data: {', '.join(each)}; steps: {number(*self.steps, '{:,}')}" + (
-            "" if self.exact else " (estimated)"
         )
+        steps = " to ".join(f"{n:,}" for n in dict.fromkeys(self.steps))
+        return f"passes over the data: {passes}; steps: {steps}{'' if self.exact else ' (estimated)'}"
 
 
 def partitions_of_lengths(partitions: Partitions) -> Partitions:
@@ -63,28 +57,31 @@ def partitions_of_lengths(partitions: Partitions) -> Partitions:
             reader = Reader(ordered.reader.path, LengthRows, ["units", "lengths"])
             opened[name] = Ordered(reader, ordered.key, ordered.partitions, ordered.window, ordered.limit), spec
     lengths: dict[str, Lengths] = {name: {} for name, spec in partitions.sources.items() if spec.kind != "tokenized"}
-
-    def wrap(name: str, encoder: Encoder) -> Any:
-        return _CachedEncoder(encoder, lengths[name]) if name in lengths else encoder
-
-    return replace(partitions, _opened=opened, wrap=wrap)
+    return replace(
+        partitions,
+        _opened=opened,
+        wrap=lambda name, encoder: (
+            _CachedEncoder(encoder, lengths[name], encoder.counts) if name in lengths else encoder
+        ),
+    )
 
 
 Lengths = dict[tuple[int, int, int], tuple[int, ...]]  # file, block and row → the lengths of its samples
 
 
+@dataclass(eq=False)
 class _CachedEncoder:
     """An encoder that returns samples without tokens. It encodes a row once, and keeps the lengths in `lengths`."""
 
-    def __init__(self, encoder: Encoder, lengths: Lengths):
-        self._encoder, self._lengths = encoder, lengths
-        self.counts = encoder.counts
+    encoder: Encoder
+    lengths: Lengths
+    counts: dict[str, int]  # those of `encoder`
 
     def __call__(self, row: RawRow) -> list[PackUnit]:
         key = row.file, row.block, row.row
-        if key not in self._lengths:
-            self._lengths[key] = tuple(map(length, self._encoder(row)))
-        return [placeholder_unit(n) for n in self._lengths[key]]
+        if key not in self.lengths:
+            self.lengths[key] = tuple(map(length, self.encoder(row)))
+        return [placeholder_unit(n) for n in self.lengths[key]]
 
 
 def rows_taken(partitions: Partitions, served: range, sequences: int | None) -> tuple[int, Mapping[str, float], bool]:

@@ -14,7 +14,7 @@ from ptf.data.kinds import KINDS, MESSAGE_COLUMNS, READ_COLUMNS, label_of, shape
 from ptf.data.messages import MEDIA, THOUGHTS
 from ptf.data.quarantine import FAULTS
 from ptf.data.sources.reader import Reader
-from ptf.data.sources.rows import SourceSpec, rows_once
+from ptf.data.sources.rows import RawRow, SourceSpec, rows_once
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 
@@ -44,16 +44,16 @@ class Unread:
 
     def read_first(self) -> "Unread":
         """Note the names in the first rows."""
-        for place in () if self._off else rows_once(Reader(self._spec.path), FIRST_ROWS):
+        for row in () if self._off else rows_once(Reader(self._spec.path), FIRST_ROWS):
             try:
-                raw = place.read()
-                self(raw, shaped(raw, self._spec.columns, self._spec.kind, place.rows.columnar), place.where)
+                raw = row.read()
+                self(raw, shaped(raw, self._spec.columns, self._spec.kind, row.rows.columnar), row)
             except FAULTS:
                 continue
         return self
 
-    def __call__(self, raw: Row, row: Row, where: str) -> None:
-        """Note the names in a row as the file has it (`raw`), and as `shaped` returned it."""
+    def __call__(self, raw: Row, values: Row, row: RawRow) -> None:
+        """Note the names in the values of a row as the file has them (`raw`), and as `shaped` returned them."""
         if self._off:
             return
         new: list[str] = []
@@ -62,15 +62,15 @@ class Unread:
             new = [name for name in adopted if name not in self._columns]
             self._columns |= raw.keys()
         with contextlib.suppress(UserError):  # where it is unclear, and read, the row is refused
-            new += ["label"] if row.get("label") is not None and label_of(row) is None else []
-        found = [row.get(name) for name in MESSAGE_COLUMNS.get(self._spec.kind, ())]
+            new += ["label"] if values.get("label") is not None and label_of(values) is None else []
+        found = [values.get(name) for name in MESSAGE_COLUMNS.get(self._spec.kind, ())]
         for message in (m for value in found for m in (value if isinstance(value, list) else [value])):
             if isinstance(message, dict) and not message.keys() <= self._keys:
                 keys = [key for key, v in message.items() if v is not None and key not in self._keys]
                 self._keys |= set(keys)
                 new += [f"{key} (of messages)" for key in keys]
         if new:
-            self.note(dict.fromkeys(new, where))
+            self.note(dict.fromkeys(new, row.where))
 
     def note(self, names: Mapping[str, str]) -> None:
         """Note names, which another process may have found, and tell those that are new."""

@@ -521,8 +521,9 @@ def test_a_step_adds_up_the_counts_of_those_partitions_alone_that_it_read(monkey
         loader = Loader(made, partitions=partitions, sequences=4, micro_batch_sequences=4, seq_len=8)
         monkeypatch.setattr(Added, "operations", 0)
         for step in range(40):
-            loader._read(step)
-            states, counts = loader._snapshot(loader._partitions_of(step))
+            read = [(step * 4 + j) % partitions for j in range(4)]
+            loader._read(read)
+            states, counts = loader._snapshot(read)
             assert counts == {"rows": 8 * (step + 1), "samples": 4 * (step + 1)}
             assert counts["rows"] == sum(int(state["rows"]) for state in states.values())
         assert 0 < Added.operations <= 40 * 4 * 2 * 2, "each of two counts is added, and the one before subtracted"

@@ -14,6 +14,7 @@ from ptf.data.sources.rows import SourceSpec
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.unread import MESSAGE_KEYS, MOST, Unread
 from ptf.recipes.sft.recipe import SFT
+from tests.data.read_form import at
 from tests.recipes.of_keys import of_keys
 from tests.tiny import write_jsonl
 
@@ -81,7 +82,7 @@ def test_what_the_template_or_the_recipe_reads_is_not_told(printable: Tokenizer)
     aware = Unread(SourceSpec("", kind="chat"), printable, ("score",))
     printable.hf.chat_template = before
     for unread in (found, aware):
-        unread(row, shaped(row, {}), "a:1")
+        unread(row, shaped(row, {}), at(row))
     assert list(found.names) == ["speaker (of messages)", "mood (of messages)"]
     assert list(aware.names) == ["mood (of messages)"], "a word of the template's text is no key"
 
@@ -94,27 +95,28 @@ def test_every_key_with_a_value_is_told_once(printable: Tokenizer, keys: list[di
     unread.say = lines.append
     for more in keys:
         row = {"messages": [ASK, ANSWER | more]}
-        unread(row, shaped(row, {}), "a:1")
+        unread(row, shaped(row, {}), at(row))
     expected = {key for more in keys for key, value in more.items() if value is not None} - {*MESSAGE_KEYS}
     assert sorted(unread.names) == sorted(f"{key} (of messages)" for key in expected)
-    told = [name for line in lines for name in line.removeprefix("a:1: nothing reads ").split(", ")]
+    told = [name for line in lines for name in line.removeprefix("a.jsonl:1: nothing reads ").split(", ")]
     assert told == list(unread.names)
 
 
 def test_a_label_that_says_nothing_of_the_response_is_told() -> None:
     unread = Unread(SourceSpec("", kind="completion"), None)
-    for label in (1, "yes", None, 3, "math"):
+    for line, label in enumerate((1, "yes", None, 3, "math"), 1):
         row = {"prompt": "a", "completion": "b", "label": label}
-        unread(row, row, f"{label}:1")
-    assert unread.names == {"label": "3:1"}
+        unread(row, row, at(row, line))
+    assert unread.names == {"label": "a.jsonl:4"}
     unread = Unread(SourceSpec("", kind="text"), None)
-    unread({"text": "a", "label": 0.5}, {"text": "a", "label": 0.5}, "a:1")
-    assert unread.names == {"label": "a:1"}, "of a text no label is read, whatever it says"
+    row = {"text": "a", "label": 0.5}
+    unread(row, row, at(row))
+    assert unread.names == {"label": "a.jsonl:1"}, "of a text no label is read, whatever it says"
 
 
 def test_names_are_bounded() -> None:
     unread = Unread(SourceSpec("", kind="text"), None)
     for i in range(2 * MOST):
         row = {"text": "a", f"column {i}": 1}
-        unread(row, row, "a:1")
+        unread(row, row, at(row))
     assert len(unread.names) == MOST + 1

@@ -55,13 +55,6 @@ class Lines:
     lines: int
     nbytes: int
 
-    @staticmethod
-    def of(texts: Sequence[bytes]) -> "Lines":
-        """Return a block of lines, of which empty ones hold no row."""
-        full = [i for i, text in enumerate(texts) if text.strip()]
-        rows = texts if len(full) == len(texts) else [texts[i] for i in full]
-        return Lines(rows, range(len(texts)) if len(full) == len(texts) else full, len(texts), sum(map(len, rows)))
-
     def __len__(self) -> int:
         return len(self.texts)
 

@@ -43,7 +43,10 @@ class Jsonl:
         text = file.read(room) if room > 0 else b""
         if text and not text.endswith(b"\n"):
             text += file.readline()
-        return Lines.of(text.split(b"\n")[: -1 if text.endswith(b"\n") else None] if text else [])
+        lines = text.split(b"\n")[: -1 if text.endswith(b"\n") else None] if text else []
+        full = [i for i, line in enumerate(lines) if line.strip()]  # empty lines hold no row
+        texts = lines if len(full) == len(lines) else [lines[i] for i in full]
+        return Lines(texts, range(len(lines)) if texts is lines else full, len(lines), sum(map(len, texts)))
 
     @property
     def share(self) -> float:
