@@ -10,13 +10,12 @@ from ptf.compute.checkpoint import Checkpoints
 from ptf.compute.tracking import read_metrics
 from ptf.config import Job, dump, loads, raise_if_fixed_keys_changed
 from ptf.config.plugin import on_path
-from ptf.data.sources.rows import stamps
+from ptf.data.sources.rows import specs, stamps
 from ptf.errors import UserError
 from ptf.evaluate.gate import unmeasured
 from ptf.model.components import abbreviated
 from ptf.run import JOB, new_run_name, read_job_file, resolved, run
 from ptf.train.export import MODEL
-from ptf.train.source_specs import specs
 
 METRICS, EVALUATED, DATA = "metrics.jsonl", "evaluated.json", "data.json"  # in the run's directory
 EVALUATE = "ptf evaluate writes it anew"

@@ -13,10 +13,9 @@ from ptf.storage import published_versions
 def prepare(job: Job, artifact: Artifact) -> Artifact:
     """Make the prepared data, or reuse them if they exist. Models of other jobs that are not published yet are trained
     and published first."""
-    from ptf.data.sources.rows import stamps
+    from ptf.data.sources.rows import specs, stamps
     from ptf.evaluate.gate import check_evaluation
     from ptf.run import check_run_name, inputs_of, published_models, remove_leftovers, unpublished
-    from ptf.train.source_specs import specs
 
     check_run_name(artifact.run_name)
     check_evaluation(job)  # checks for the last stages, before the first one runs

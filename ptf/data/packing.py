@@ -29,7 +29,7 @@ class Packer(Iterator[list[PackUnit]]):
     ):
         """Make a packer of `units`, of which those that are `pending` come first."""
         self._units, self._seq_len, self._lookahead = units, seq_len, lookahead
-        # the look-ahead window, number of arrival → unit, oldest first: with the stream's own state, the packer's state
+        # the look-ahead window: number of arrival → unit, oldest first. It is all of a packer's state
         self.pending: dict[int, PackUnit] = {}
         self._arrivals = 0
         self._ages: dict[int, list[int]] = {}  # length → numbers of arrival of the units of that length, oldest first

@@ -16,6 +16,7 @@ from ptf.data.added import tokenizer_of
 from ptf.data.prompts import prompts_once
 from ptf.data.response_conversation import as_history, history_of
 from ptf.data.sources.files import resolve_files
+from ptf.data.sources.rows import specs
 from ptf.data.survey import survey_source
 from ptf.data.trajectory import Prompt, Reward
 from ptf.errors import UserError
@@ -33,7 +34,6 @@ from ptf.train.components import without_head
 from ptf.train.dataloading import make_partitions, preview_data
 from ptf.train.job_tokenizer import rendered
 from ptf.train.model_source import ModelSource
-from ptf.train.source_specs import specs
 
 ROWS = 32  # the first rows of each source that are encoded
 MOST_BYTES = 256 << 20  # largest size of the sources' files together: counting the rows of JSON lines reads them whole

@@ -12,7 +12,7 @@ from ptf.config.logprob_limits import LogprobLimits, logprob_limits
 from ptf.config.sections.model import ModelConfig
 from ptf.config.sections.rollout import RolloutConfig
 from ptf.config.transports import with_lora_sync
-from ptf.data.sources.rows import fingerprints, first_lines
+from ptf.data.sources.rows import fingerprints, first_lines, specs
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.trajectory import Prompt
 from ptf.data.trie import Trie
@@ -30,7 +30,6 @@ from ptf.rl.roles import Learner, LearnerSettings, LogprobModel, ModelSettings
 from ptf.rl.rollout_role import raise_if_cut_responses, sampler_spec, trie_of, with_logits_processing
 from ptf.rl.validate import affordable
 from ptf.train.model_source import ModelSource, StartingModel, needs_weights
-from ptf.train.source_specs import specs
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from ptf.config import Job
 from ptf.config.sections.data import Source
 from ptf.data.prompts import prompts_once
+from ptf.data.sources.rows import specs
 from ptf.data.stream import Stream
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import plan_prompts
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.train.dataloading import make_prompts
-from ptf.train.source_specs import specs
 
 CHECKED = 10_000  # prompts of each source whose length is checked before training starts
 

@@ -17,12 +17,11 @@ from ptf.data.partitions import Partitions, pack_units_once
 from ptf.data.prompts import Prompts
 from ptf.data.quarantine import Quarantine
 from ptf.data.rank_balancing import group_size
-from ptf.data.sources.rows import SourceSpec
+from ptf.data.sources.rows import SourceSpec, specs
 from ptf.data.tokenizer import Tokenizer
 from ptf.data.training_length import DataPlan, describe_order, is_cheap, plan_prompts, planned
 from ptf.errors import UserError
 from ptf.recipes.protocol import Recipe
-from ptf.train.source_specs import specs
 
 
 def make_partitions(

@@ -9,7 +9,7 @@ from ptf.compute.lease import Lease
 from ptf.compute.saver import BackgroundWriter, Saver
 from ptf.compute.world import World, alone
 from ptf.config import Job
-from ptf.data.sources.rows import fingerprints, first_lines
+from ptf.data.sources.rows import fingerprints, first_lines, specs
 from ptf.model import model_files
 from ptf.model.model import Model
 from ptf.recipes import registry
@@ -18,7 +18,6 @@ from ptf.train.deterministic import DeterministicTrainer
 from ptf.train.export_settings import classifier_config
 from ptf.train.model_source import StartingModel, load_frozen_models
 from ptf.train.precompute import precompute_sources
-from ptf.train.source_specs import specs
 from ptf.train.trainer import Trainer
 
 

@@ -8,11 +8,11 @@ from ptf.config.plugin_code import code_of
 from ptf.data import tokenized
 from ptf.data.encode import FORM
 from ptf.data.sources.files import described, resolve_files
+from ptf.data.sources.rows import specs
 from ptf.data.token_file import FORM as STORED
 from ptf.data.tokenizer import Tokenizer
 from ptf.recipes import registry
 from ptf.train.dataloading import read_keys
-from ptf.train.source_specs import specs
 from ptf.workspace import progress
 
 SETTINGS = (

@@ -693,7 +693,7 @@ def test_config_and_storage_load_no_torch():
     """Nor do the first and the last words of a flow, nor rewards, of which each has a process."""
     code = (
         "import sys, ptf.config, ptf.config.plugin, ptf.storage, ptf.cli, ptf.run, ptf.evaluate.gate, "
-        "ptf.train.source_specs, ptf.publish.model_card, ptf.tasks.arithmetic, ptf.tasks.slates, "
+        "ptf.data.sources.rows, ptf.publish.model_card, ptf.tasks.arithmetic, ptf.tasks.slates, "
         "ptf.rl.worker_process; "
         "sys.exit('torch' in sys.modules)"
     )

@@ -62,13 +62,9 @@ class DataFiles:
 
     # URI → its size and a mark that changes with its content (ptf.storage.change_stamps), in the order they are read.
     stamps: Mapping[str, str]
+    sizes: list[int]  # bytes of each file
     not_read: tuple[str, ...] = ()  # names below the location
     commit: str | None = None  # of a repository of the Hub
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the bytes of each file."""
-        return [int(stamp.split(" ")[0]) for stamp in self.stamps.values()]
 
 
 def resolve_files(location: str) -> DataFiles:
@@ -88,7 +84,9 @@ def resolve_files(location: str) -> DataFiles:
         chosen = choose(sorted(uris), lambda name: storage.read_text(uris[name]), path, config, split)
     if not chosen:
         raise UserError(f"no {', '.join(FORMATS)} file in {path}")
-    return DataFiles({uris[name]: stamps[uris[name]] for name in chosen}, tuple(sorted(uris.keys() - chosen)))
+    found = {uris[name]: stamps[uris[name]] for name in chosen}
+    sizes = [int(stamp.split(" ")[0]) for stamp in found.values()]
+    return DataFiles(found, sizes, tuple(sorted(uris.keys() - chosen)))
 
 
 def _on_hub(repo: hub.Repo) -> DataFiles:
@@ -112,7 +110,7 @@ def _on_hub(repo: hub.Repo) -> DataFiles:
             )
         )
     uris = {hub.uri(repo.id, commit, name): f"{tree[name].size} {tree[name].oid}" for name in chosen}
-    return DataFiles(uris, tuple(sorted(tree.keys() - chosen)), commit)
+    return DataFiles(uris, [tree[name].size for name in chosen], tuple(sorted(tree.keys() - chosen)), commit)
 
 
 def format_of(name: str) -> str | None:

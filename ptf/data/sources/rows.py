@@ -9,7 +9,7 @@ import posixpath
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ptf.data.sources.blocks import Row, RowBlock
 from ptf.data.sources.files import described, resolve_files
@@ -30,6 +30,23 @@ class SourceSpec:
     epochs: int | None = None  # passes over the rows; None: endless
     rows: int | None = None  # number of rows, where the files do not tell
     verify_up_to: float = float("inf")  # bytes of a tokenized source that are hashed before it is read
+
+
+def specs(sources: Any, epochs: int | None = None, verify_up_to: float = float("inf")) -> dict[str, SourceSpec]:
+    """Return the config's sources as plain values; `epochs` applies to those that have none of their own."""
+    return {
+        name: SourceSpec(
+            s.path,
+            s.sampling_weight,
+            s.kind,
+            s.columns,
+            s.limit,
+            s.epochs or epochs,
+            s.row_count,
+            verify_up_to=verify_up_to,
+        )
+        for name, s in sources.items()
+    }
 
 
 @dataclass(eq=False, slots=True)

@@ -11,14 +11,16 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptf.config import loads
 from ptf.data.order import Ordered, PartitionSource
 from ptf.data.sources import reader as readers
 from ptf.data.sources.blocks import Lines
 from ptf.data.sources.reader import Reader
-from ptf.data.sources.rows import rows_once
+from ptf.data.sources.rows import rows_once, specs
 from ptf.errors import UserError
 from tests.tiny import write_jsonl
 
@@ -285,3 +287,23 @@ def test_what_is_held_is_bounded_without_adding_up_all_of_it(tmp_path: Path, mon
         assert sum(kept) <= 20_000
         assert len(kept) == number + 1 or sum(kept) + sizes[number - len(kept)] > 20_000, "no more is dropped"
     assert 1000 <= Sized.asked <= 2000
+
+
+def test_a_source_has_its_own_settings_and_else_those_of_the_job():
+    given = {
+        "plain": {"path": "a.jsonl"},
+        "own": {"path": "b.jsonl", "kind": "text", "epochs": 3, "limit": 7, "sampling_weight": 2.0},
+    }
+    raw = {
+        "recipe": "sft",
+        "model": {"path": "m"},
+        "data": {"sources": given, "seq_len": 8},
+        "train": {"epochs": 2, "lr": 1e-3},
+    }
+    sources = loads(yaml.safe_dump(raw)).data.sources
+    found = specs(sources, 2, 1e9)
+    assert {name: one.epochs for name, one in found.items()} == {"plain": 2, "own": 3}
+    assert {name: one.epochs for name, one in specs(sources).items()} == {"plain": None, "own": 3}
+    own = found["own"]
+    assert (own.path, own.kind, own.limit, own.verify_up_to) == ("b.jsonl", "text", 7, 1e9)
+    assert specs(sources)["plain"].verify_up_to == float("inf")
