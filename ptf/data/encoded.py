@@ -29,7 +29,7 @@ class Encoded:
     name: str
     source: PartitionSource
     encoder: Encoder
-    reread_encoder: Encoder  # for rows that were encoded before
+    reread_encoder: Callable[[], Encoder]  # makes one for rows that were encoded before
     patience: int  # epochs without a sample, after which `any_sample` says whether any row of the source gives one
     any_sample: Callable[[], bool]
     reorder: str  # names the randomness by which the events of a basket are permuted each time it is read
@@ -77,10 +77,10 @@ class Encoded:
 
         Raise UserError where another unit is found.
         """
-        found: dict[Place, PackUnit] = {}
+        found, encode = dict[Place, PackUnit](), self.reread_encoder()
         for place in sorted(set(places)):
             row = self.source.at(place.file, place.block, place.row, place.epoch)
-            units = self._placed(row, self.reread_encoder(row), place.empty_before)
+            units = self._placed(row, encode(row), place.empty_before)
             if place.number >= len(units) or units[place.number][0].place != place:
                 raise UserError(
                     f"{row.where} is not what it was when the checkpoint was written: "

@@ -140,7 +140,12 @@ class Ordered:
         if epoch not in self._epochs:
             # partitions are at most an epoch apart, but for those that begin
             self._epochs = {e: order for e, order in self._epochs.items() if e >= epoch - 1}
-            self._epochs[epoch] = self._ordered_blocks(self.extent, epoch)
+            if self.by_block:
+                order = permutation(f"{self.key}/blocks/{epoch}", len(self.extent.rows))
+                ranges = shares(self.extent.total, self.partitions, epoch, f"{self.key}/lanes/{epoch}")
+            else:
+                order, ranges = np.argsort(np.argsort(self.files(epoch))[self.extent.files], kind="stable"), None
+            self._epochs[epoch] = Pieces.of(order, np.zeros_like(order), self.extent.rows[order]), ranges
         whole, ranges = self._epochs[epoch]
         if ranges is None:
             return whole
@@ -151,15 +156,6 @@ class Ordered:
         first, last = np.maximum(start - before, 0), np.minimum(end - before, rows)
         # the first piece may be a small part of a block: moved to the end, it causes no extra block to be read early
         return Pieces.of(*(np.roll(values, -1) for values in (blocks, first, last)))
-
-    def _ordered_blocks(self, extent: Extent, epoch: int) -> tuple[Pieces, np.ndarray | None]:
-        """Return all blocks in an epoch's order, and the partitions' ranges where blocks are permuted."""
-        if self.by_block:
-            order = permutation(f"{self.key}/blocks/{epoch}", len(extent.rows))
-            ranges = shares(extent.total, self.partitions, epoch, f"{self.key}/lanes/{epoch}")
-        else:
-            order, ranges = np.argsort(np.argsort(self.files(epoch))[extent.files], kind="stable"), None
-        return Pieces.of(order, np.zeros_like(order), extent.rows[order]), ranges
 
 
 def size(rows: int, partitions: int, epoch: int, partition: int) -> int:

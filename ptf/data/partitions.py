@@ -101,7 +101,7 @@ class Partitions:
                 name,
                 self.opened(name)[0].partition(partition),
                 self.wrap(name, self.encoder(name, aside, self.unread(name))),
-                self.uncounted_encoder(name),
+                partial(self.uncounted_encoder, name),
                 self.partitions,
                 partial(self._has_samples, name),
                 f"baskets/{self.seed}/{name}",

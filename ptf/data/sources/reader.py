@@ -113,29 +113,27 @@ class Reader:
         return counts
 
     def _file(self, file: int) -> DataFile:
-        """Return an open file, and close the one that was not used for longest where too many are open."""
+        """Return an open file, whose name gives its format, and close the one that was not used for longest where too
+        many are open. Raises UserError where the file cannot be read."""
+        uri = self.uris[file]
         if file not in self._files:
-            self._files[file] = self._open(self.uris[file])
+            match format_of(uri):
+                case ".parquet":
+                    self._files[file] = open_parquet(uri, self._of_table, self._footers, self._columns)
+                case ".arrow" | ".feather":
+                    self._files[file] = open_arrow(uri)
+                case ".jsonl.gz" | ".jsonl.zst":
+                    self._files[file] = Compressed(uri, LINES_BYTES)
+                case ".csv" | ".csv.gz" | ".csv.zst":
+                    self._files[file] = Csv(uri, LINES_BYTES)
+                case ".json":
+                    self._files[file] = open_json(uri, LINES_BYTES)
+                case _:
+                    self._files[file] = Jsonl(uri, LINES_BYTES)
             if len(self._files) > KEEP_FILES:
                 self._files.popitem(last=False)[1].close()
         self._files.move_to_end(file)
         return self._files[file]
-
-    def _open(self, uri: str) -> DataFile:
-        """Open a data file, whose name gives its format. Raises UserError where it cannot be read."""
-        match format_of(uri):
-            case ".parquet":
-                return open_parquet(uri, self._of_table, self._footers, self._columns)
-            case ".arrow" | ".feather":
-                return open_arrow(uri)
-            case ".jsonl.gz" | ".jsonl.zst":
-                return Compressed(uri, LINES_BYTES)
-            case ".csv" | ".csv.gz" | ".csv.zst":
-                return Csv(uri, LINES_BYTES)
-            case ".json":
-                return open_json(uri, LINES_BYTES)
-            case _:
-                return Jsonl(uri, LINES_BYTES)
 
     @property
     def rows(self) -> float:
