@@ -64,11 +64,11 @@ class Encoded:
 
     def _placed(self, row: RawRow, units: Sequence[PackUnit], empty_rows: int) -> list[PackUnit]:
         """Return the units of one row with their places; those of baskets in an order that the place names."""
-        placed, where = [], (row.epoch, row.file, row.block, row.row)
+        placed, at = [], (row.epoch, row.file, row.block, row.row)
         for i, unit in enumerate(units):
-            ordered, empty = reorder_baskets(unit, f"{self.reorder}/{(*where, i)}"), 0 if i else empty_rows
+            ordered, empty = reorder_baskets(unit, f"{self.reorder}/{(*at, i)}"), 0 if i else empty_rows
             crc = zlib.crc32(np.concatenate([document.tokens for document in ordered]).data)
-            place = Place(self.name, *where, i, empty, crc, empty + 1 / len(units))
+            place = Place(self.name, *at, i, empty, crc, empty + 1 / len(units))
             placed.append(tuple(replace(document, place=place) for document in ordered))
         return placed
 
