@@ -193,5 +193,5 @@ def pack_units_once(
     for name, spec in sources.items():
         reader, spec = opened(spec, tokenizer)
         encoder = Encoder(encode, name, spec, seq_len, too_long, set_aside=set_aside)
-        for place in rows_once(reader, spec.limit):
-            yield from encoder(place)
+        for row in rows_once(reader, spec.limit):
+            yield from encoder(row)
