@@ -186,7 +186,7 @@ class LossWorkspace:
     def _logits(self, block: slice) -> Tensor:
         """Return the logits of a block, fp32 [n, V], as they are sampled from, in the buffer."""
         head, n = self.head, block.stop - block.start
-        if block.start == self.chunk.stop:  # the first of a chunk
+        if not self.chunk.start <= block.start < self.chunk.stop:  # the first of a chunk
             self.chunk = slice(block.start, min(block.start + self.tiles.size, self.tiles.positions))
             x = self.x[self.chunk]
             if self.fused:

@@ -26,13 +26,15 @@ class Unfinished:
     writing: dict[str, int]  # bytes of the parts that are being written, by the role's directory
 
 
+@dataclass(eq=False)
 class OnlineSaver:
-    """Writes checkpoints one at a time. `roles` are those that are trained, by their directory in a checkpoint; the
-    policy has the checkpoint's own, "". A checkpoint is waited for at most `timeout_s` seconds."""
+    """Writes checkpoints one at a time."""
 
-    def __init__(self, saves: Checkpoints, cluster: Cluster, roles: Mapping[str, RoleGroup], timeout_s: float) -> None:
-        self.saves, self.cluster, self.roles, self.timeout_s = saves, cluster, roles, timeout_s
-        self.unfinished: Unfinished | None = None
+    saves: Checkpoints
+    cluster: Cluster
+    roles: Mapping[str, RoleGroup]  # those that are trained, by their directory in a checkpoint; the policy's is ""
+    timeout_s: float  # for which a checkpoint is waited for
+    unfinished: Unfinished | None = None
 
     def begin(self, step: int, state: dict[str, Any], manifest: Mapping[str, Any]) -> None:
         """Begin to write a checkpoint, once the one before is committed; return when the roles have copied their state.

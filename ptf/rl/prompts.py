@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ptf.config import Job
 from ptf.config.sections.data import Source
@@ -47,11 +48,14 @@ def raise_if_too_long(prompt: Prompt, room: int) -> None:
         )
 
 
+@dataclass(eq=False)
 class FittingPrompts:
     """Stream[Prompt] of the prompts with at most `room` tokens; longer ones are dropped and counted, or refused."""
 
-    def __init__(self, prompts: Stream[Prompt], room: int, drop: bool) -> None:
-        self.prompts, self.room, self.drop, self.dropped = prompts, room, drop, 0
+    prompts: Stream[Prompt]
+    room: int
+    drop: bool
+    dropped: int = 0
 
     def __next__(self) -> Prompt:
         for _ in range(100_000):
