@@ -53,7 +53,7 @@ def made(seed: int, i: int) -> tuple[Trial, Row]:
         "seed": seed,
         "trial": i,
         **asdict(found),
-        "lanes": trial.partitions,
+        "partitions": trial.partitions,
         "mode": mode_of(trial),
         "formats": formats,
         "rows": sum(trial.sizes.values()),
@@ -93,7 +93,7 @@ def page(lines: Sequence[Row], seed: int, wanted: int) -> int:
     more = [
         "Passes are compared to within rounding: a row that leaves no sample counts with the first sample that its "
         "partition reads after it.",
-        f"Trials by partitions: {counted('lanes')}",
+        f"Trials by partitions: {counted('partitions')}",
         f"Trials by mixture: {modes}",
         f"Trials that have a source in the format: {', '.join(f'{name}: {n}' for name, n in sorted(formats.items()))}",
     ]

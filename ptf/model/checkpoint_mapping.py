@@ -117,6 +117,7 @@ class Stack(TensorMapping):
 
     @override
     def theirs(self) -> tuple[str, ...]:
+        assert self.experts, f"{self.other} is of a model whose experts were not counted (`sized`)"
         return tuple(self.other.replace("{e}", str(e)) for e in range(self.experts))
 
     @override

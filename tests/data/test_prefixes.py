@@ -65,7 +65,7 @@ def test_every_sample_is_in_one_sequence_and_is_what_it_was(units: list[PackUnit
     assert {tuple(map(id, unit)) for unit in units if len(unit) > 1} <= {
         tuple(map(id, unit)) for sequence in sequences for unit in sequence
     }, "pairs stay together"
-    assert sum(map(len, sequences)) == len(units), "who shares a beginning is still an atom of its own"
+    assert sum(map(len, sequences)) == len(units), "who shares a beginning is still a unit of its own"
     for sequence in sequences:
         first = [
             unit[0] for unit in sequence if len(unit) == 1 and unit[0].prefix_length == 0 and unit[0].loss_weights.any()
@@ -167,7 +167,7 @@ def test_a_conversation_that_had_to_be_split_is_read_about_once() -> None:
     turns = [answered(said[:n], [90, 91]) for n in (5, 10, 20, 30)]
     (unit,) = prefix_groups(turns, 64)
     assert [(len(s), s.prefix_length) for s in unit] == [(32, 0), (3, 19), (3, 9), (3, 4)]
-    assert [len(unit) for unit in prefix_groups(turns, 32)] == [1, 3], "no atom is longer than a sequence"
+    assert [len(unit) for unit in prefix_groups(turns, 32)] == [1, 3], "no unit is longer than a sequence"
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def _norm_last(attention: nn.Module) -> None:
     attention.forward = forward
 
 
-def _halves(mapping: Interleave, which: int, part: Any, read: Any, experts: int) -> torch.Tensor:
+def _halves(mapping: Interleave, which: int, part: Any, read: Any) -> torch.Tensor:
     """Read gate and up as the two halves of the tensor, instead of alternating rows."""
     both = read(mapping.other, tuple(slice(0, 10**6) for _ in part))
     one = both.chunk(2, -1)[which]

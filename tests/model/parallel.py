@@ -118,7 +118,7 @@ def train(case: Case) -> Trained:
     for step in range(case.steps):
         batches = [packed([list(row)], WIDTH, seed=100 * step + i) for i, row in enumerate(ROWS)]
         units, total = sum(float(b.loss_weights.sum()) for b in batches), 0.0
-        for b in batches[world.rank // world.meshes.sizes.model :: world.meshes.sizes.data]:
+        for b in batches[world.data_rank :: world.meshes.sizes.data]:
             loss = model(
                 b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
             )

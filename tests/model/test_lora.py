@@ -356,7 +356,7 @@ def steps(directory: Path, mesh: tuple[int, int, int] | None) -> dict[str, Tenso
             for i, rows in enumerate([[30, 11], [48], [5, 41], [17, 30]])
         ]
         units, total = sum(float(b.loss_weights.sum()) for b in batches), 0.0
-        for b in batches[world.rank // world.meshes.sizes.model :: world.meshes.sizes.data]:
+        for b in batches[world.data_rank :: world.meshes.sizes.data]:
             loss = model(
                 b.tokens, b.positions, b.segments, partial(cross_entropy, targets=b.targets, weights=b.loss_weights)
             )
