@@ -6,10 +6,9 @@ second of one core, how long a document waits, and how evenly sequences share th
 
 Three mixes of lengths at a width of 4,096: log-normal (median 180, p99 about 2,000), bimodal (chats of about 150 beside
 articles of about 1,900) and heavy-tailed (Pareto); and long chains of thought (log-normal, median 6,000) at 16,384. ptf
-packs as a run does, with a window of `--lookahead` documents, and lays the sequences out as tensors in memory that is
-used again, as a run's loader does. TRL is measured twice: as SFTTrainer calls it, 1,000 documents at a time, and given
-all documents at once; next-fit sees one after the other. Prints a JSON line a round and writes
-results/packing.md.
+packs as a run does, with a window of `--lookahead` documents, and lays the sequences out as tensors, as a run's loader
+does. TRL is measured twice: as SFTTrainer calls it, 1,000 documents at a time, and given all documents at once;
+next-fit sees one after the other. Prints a JSON line a round and writes results/packing.md.
 """
 
 import json
