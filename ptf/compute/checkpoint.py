@@ -21,12 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map_only
 
 from ptf import storage
@@ -52,7 +47,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     settings are in the config. Raises UserError for a component with state that is not a tensor, because reading it
     back would run code of the file.
     """
-    weights, moments = get_state_dict(model, optimizer)
+    return _tensors(model, *get_state_dict(model, optimizer))
+
+
+def _tensors(model: nn.Module, weights: Mapping[str, Any], moments: Mapping[str, Any]) -> dict[str, Any]:
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     trained = {name: w for name, w in weights.items() if name not in frozen}
     if others := [name for name, w in trained.items() if not isinstance(w, torch.Tensor)]:
@@ -103,7 +101,8 @@ def first_error(error: BaseException) -> str:
 
 def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
     """Load what `write` wrote into a model on any number of ranks."""
-    state = tensors_of(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
+    state = _tensors(model, weights, moments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(
@@ -114,7 +113,7 @@ def load_tensors(directory: str, model: nn.Module, optimizer: torch.optim.Optimi
             model,
             optimizer,
             model_state_dict=state["model"],
-            optim_state_dict={**get_optimizer_state_dict(model, optimizer), **state["optimizer"]},
+            optim_state_dict={**moments, **state["optimizer"]},
             options=StateDictOptions(strict=False),
         )
 

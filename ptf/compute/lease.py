@@ -291,7 +291,7 @@ def _locked(uri: str) -> Iterator[None]:
 
     Raises RunInUse if another process keeps it for longer than any commit takes.
     """
-    file = Path(storage.store_of(uri)[1])
+    file = storage.local_path(uri)
     with locked(file.with_name(f".{file.name}.lock"), SILENT_S) as is_held:
         if not is_held:
             record = Record.read(uri)[1]

@@ -19,7 +19,7 @@ from ptf.storage.listings import (
 )
 from ptf.storage.reading import READ_BYTES, Ranged, open_read, read_text
 from ptf.storage.records import WORDS, commit, finish, manifest_of, parse_record, read_record, record_text, write_record
-from ptf.storage.store import Corrupt, Missing, is_local, retry, store_of
+from ptf.storage.store import Corrupt, Missing, is_local, local_path, retry
 from ptf.storage.writing import create, move, remove, swap_text, write_text
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "finish",
     "is_local",
     "listing",
+    "local_path",
     "localize",
     "manifest_of",
     "move",
@@ -51,7 +52,6 @@ __all__ = [
     "remove",
     "require_bucket",
     "retry",
-    "store_of",
     "swap_text",
     "upload",
     "write_record",

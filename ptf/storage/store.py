@@ -8,6 +8,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ptf.errors import UserError
@@ -54,6 +55,13 @@ def on_disk(files: Any) -> bool:
 def is_local(uri: str) -> bool:
     """Return whether a URI names a place on this machine's file system."""
     return on_disk(store_of(uri)[0])
+
+
+def local_path(uri: str) -> Path:
+    """Return the local path of a URI on this machine's file system."""
+    files, path = store_of(uri)
+    assert on_disk(files), uri
+    return Path(path)
 
 
 def retry(files: Any, uri: str, ask: Callable[[], T]) -> T:

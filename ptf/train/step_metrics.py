@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from ptf.compute.meter import peak_flops, peak_memory_gib
 from ptf.compute.world import World
@@ -22,9 +21,7 @@ class StepMeter:
     ) -> None:
         self.job, self.world, self.model, self.loader = job, world, model, loader
         self.flops = [Flops.of(model), *map(forward_flops, frozen_models.values())]
-        # returns the FLOP/s that a rank reaches at most
-        self.peak_of_rank = partial(peak_flops, world.device, job.train.precision, matrix_product.linear)
-        self.peak = self.peak_of_rank() * world.size
+        self.peak = self.measured_peak()
         self.said = set[str]()
         # counts, by metric, of jobs that allow samples to be cut or rows to be skipped; tokenized data has them in
         # its manifest instead
@@ -72,11 +69,15 @@ class StepMeter:
             self.said.add(what)
             print(f"train: {what} {rest}", flush=True)
 
+    def measured_peak(self) -> float:
+        """Return the FLOP/s that all ranks reach at most."""
+        return peak_flops(self.world.device, self.job.train.precision, matrix_product.linear) * self.world.size
+
     def mfu(self, rate: float) -> dict[str, float]:
         """Return the share of the peak that so many FLOP/s are. If it is above 1, the peak is measured again, because
         others may have used the CPU meanwhile; if it still is, that is an error of ptf's, which is said once."""
         if rate > self.peak:
-            self.peak = max(self.peak, self.peak_of_rank() * self.world.size)
+            self.peak = max(self.peak, self.measured_peak())
         if rate <= self.peak:
             return {"mfu": rate / self.peak}
         self.say_once("mfu", f"is left out: {rate / self.peak:.3f} is above 1, an error of ptf's; please report it")

@@ -187,8 +187,10 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(parameters, config.lr, config.betas, config.eps, fused=True)
         stepper = {"adamw_offload": OffloadedMoments, "adamw_8bit": QuantisedMoments}.get(config.optimizer)
         self.optimizer_stepper = stepper and stepper(self.optimizer)
-        # returns a context in which the optimizer's state exists and is on the device, to store or to load it
-        self.whole_optimizer = self.optimizer_stepper.whole if self.optimizer_stepper else contextlib.nullcontext
+
+    def whole_optimizer(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the optimizer's state exists and is on the device, to store or to load it."""
+        return self.optimizer_stepper.whole() if self.optimizer_stepper else contextlib.nullcontext()
 
     def step(
         self,

@@ -38,7 +38,6 @@ def trained(model: Any, world: World, limit: int | None, seen: list[int]) -> Tra
     trainer = Trainer(model, world, config)
     if limit is not None:
         trainer.optimizer_stepper = OffloadedMoments(trainer.optimizer, limit)
-        trainer.whole_optimizer = trainer.optimizer_stepper.whole
         trainer.optimizer.register_step_post_hook(lambda optimizer, *_: seen.append(sum(resident(optimizer))))
     for step, batch in enumerate(BATCHES):
         trainer.step([batch], of_keys(SFT), step)
