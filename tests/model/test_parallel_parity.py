@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessException
 
 from ptf.model import parallel_parity
 from ptf.model.families import MODULES
@@ -126,7 +127,7 @@ def _ending(rank: int, directory: Path, attempts: int, by: signal.Signals, raise
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The ranks that are started; all have ended before they are looked at, so rank 0 is seen first. No file stays."""
+    """The ranks that are started; all have ended before they are looked at. No file stays."""
     found, start = list[Any](), mp.start_processes
 
     def started(*args: Any, **keywords: Any) -> Any:
@@ -152,6 +153,6 @@ def test_ranks_that_crash_twice_or_that_others_end_are_not_run_again(tmp_path, r
     with pytest.warns(UserWarning, match="once more"), pytest.raises(mp.ProcessExitedException, match="SIGABRT"):
         run_ranks(partial(_ending, attempts=2, by=signal.SIGABRT), 2, tmp_path, IMPORTED)
     assert len(runs) == 2
-    with pytest.raises(mp.ProcessRaisedException, match="closed by peer"):
+    with pytest.raises(ProcessException, match=r"closed by peer|SIGKILL"):  # of the rank whose sentinel is read first
         run_ranks(partial(_ending, attempts=9, by=signal.SIGKILL, raises=True), 2, tmp_path, IMPORTED)
     assert len(runs) == 3
