@@ -16,11 +16,12 @@ from ptf.data.stream import randint
 BASKETS = "baskets"
 
 
-def reorder_baskets(unit: PackUnit, key: str) -> PackUnit:
-    """Return the pack unit with the events of every basket in an order that `key` names; unchanged without baskets."""
+def reorder_baskets(unit: PackUnit, *key: object) -> PackUnit:
+    """Return the pack unit with the events of every basket in an order that the words of `key` name; unchanged without
+    baskets."""
     if not any(BASKETS in sample.token_columns for sample in unit):
         return unit
-    rng = np.random.default_rng(randint(key, 0, 1 << 62))
+    rng = np.random.default_rng(randint("/".join(map(str, key)), 0, 1 << 62))
     return tuple(permute_events(sample, rng) for sample in unit)
 
 

@@ -6,10 +6,8 @@ the process that continues from the state reads the units again.
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from ptf.data.baskets import reorder_baskets
 from ptf.data.document import PackUnit, Place
@@ -66,10 +64,11 @@ class Encoded:
         """Return the units of one row with their places; those of baskets in an order that the place names."""
         placed, at = [], (row.epoch, row.file, row.block, row.row)
         for i, unit in enumerate(units):
-            ordered, empty = reorder_baskets(unit, f"{self.reorder}/{(*at, i)}"), 0 if i else empty_rows
-            crc = zlib.crc32(np.concatenate([document.tokens for document in ordered]).data)
+            ordered, empty, crc = reorder_baskets(unit, self.reorder, (*at, i)), 0 if i else empty_rows, 0
+            for document in ordered:
+                crc = zlib.crc32(document.tokens, crc)
             place = Place(self.name, *at, i, empty, crc, empty + 1 / len(units))
-            placed.append(tuple(replace(document, place=place) for document in ordered))
+            placed.append(tuple(document.at(place) for document in ordered))
         return placed
 
     def read_again(self, places: Iterable[Place]) -> dict[Place, PackUnit]:
