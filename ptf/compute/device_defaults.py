@@ -7,7 +7,9 @@ from pathlib import Path
 from ptf.config import Job
 from ptf.config.rules import broken
 from ptf.config.sections.compute import ComputeConfig
+from ptf.errors import UserError
 
+BLOCK = 128  # tokens of a block of attention on a GPU
 UNITS = {"avx512_bf16", "amx_bf16", "bf16"}  # flags of x86, and of ARM
 
 
@@ -32,7 +34,7 @@ def settled(job: Job, before: Job | None = None, gpu: bool | None = None, tell: 
     """Return the job with the values that `auto` has in it; `tell` is called with a line if fp32 was chosen.
 
     They are those of `before`, the job that the run began with, if there is one. `gpu`: whether the job computes on
-    GPUs (default: `computes_on_gpu`).
+    GPUs (default: `computes_on_gpu`). Raises UserError for sequences that GPUs would divide inside a block.
     """
     for section, key in (("train", "precision"), ("rollout", "engine")):
         if getattr(getattr(job, section), key, None) != "auto":
@@ -49,6 +51,14 @@ def settled(job: Job, before: Job | None = None, gpu: bool | None = None, tell: 
             job = _with(job, section, key, "bf16" if gpu or multiplies_bf16() else "fp32")
             if job.train.precision == "fp32":
                 tell("train.precision: auto is fp32 here, because this CPU has no units for bf16")
+    ranks, length = job.compute.mesh.sizes(job.compute.workers), job.data.seq_len
+    block = BLOCK * ranks.model
+    if ranks.context > 1 and length % block and (computes_on_gpu(job.compute) if gpu is None else gpu):
+        raise UserError(
+            f"data.seq_len ({length}) must be a multiple of {block} on GPUs: compute.mesh divides a sequence over "
+            f"{ranks.model} workers, and attention computes blocks of {BLOCK} tokens; use "
+            f"{max(1, round(length / block)) * block}"
+        )
     return job
 
 

@@ -9,23 +9,23 @@ the device once. Sums are taken over the data-parallel ranks, maxima over all ra
 
 import contextlib
 import ctypes
-import logging
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptf.compute.heartbeat import Clock, beating
 from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
+from ptf.meshes import Meshes
 
-CPU, ONE = torch.device("cpu"), MeshSizes()
+CPU = torch.device("cpu")
 T = TypeVar("T")
 # glibc maps every large tensor anew and gives it back to the kernel when it is freed, so each step touches all of its
 # memory for the first time. A process that keeps what it has freed takes less CPU time for a step: the peers are run
@@ -35,29 +35,11 @@ HEAP_SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRE
 
 
 @dataclass(frozen=True)
-class Meshes:
-    """How the ranks are divided, and their process groups."""
-
-    sizes: MeshSizes = ONE
-    dense: DeviceMesh | None = None  # with the axes of `sizes`; None: one process without collectives
-    data: dist.ProcessGroup | None = None  # ranks that see different data, this one among them; None: all ranks
-
-    @classmethod
-    def of(cls, device: str, sizes: MeshSizes) -> Self:
-        """Build the groups; all ranks call it together."""
-        dense = init_device_mesh(device, astuple(sizes), mesh_dim_names=tuple(asdict(sizes)))
-        # it logs hints about microseconds at an export, 4 lines each
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        data = dense["replicate", "shard"]._flatten("data").get_group() if sizes.model > 1 else None
-        return cls(sizes, dense, data)
-
-
-@dataclass(frozen=True)
 class World:
     """The rank of a process, its groups of ranks and its device."""
 
     rank: int = 0
-    meshes: Meshes = Meshes()
+    meshes: Meshes = field(default_factory=Meshes)
     device: torch.device = CPU
     clock: Clock = field(default_factory=Clock, compare=False)  # the phase that this process is in
 
@@ -177,6 +159,11 @@ def keep_freed_memory() -> bool:
     return mallopt(MMAP_MAX, 0) == 1 and mallopt(TRIM_THRESHOLD, -1) == 1  # no mapping of its own, no trimming
 
 
+def groups_apart(machines: Sequence[str], size: int) -> int:
+    """Return how many of the groups of `size` neighbouring ranks, whose machines these are, lie on several."""
+    return sum(len({*machines[first : first + size]}) > 1 for first in range(0, len(machines), size))
+
+
 @contextlib.contextmanager
 def joined(
     device: str, timeout_s: float, sizes: MeshSizes | None = None, threads: int | None = None
@@ -206,6 +193,14 @@ def joined(
         with beating(world.clock, rank):
             # without it, a rank that fails at once leaves the others waiting for their groups until the deadline
             world.barrier()
+            model = world.meshes.sizes.model
+            if model > 1 and (apart := groups_apart(world.all_gather_object(socket.gethostname()), model)) and not rank:
+                print(
+                    f"compute.mesh: {apart} of {size // model} groups of {model} ranks that see the same sequences lie "
+                    "on several machines, and what each layer exchanges passes the network. It stays inside where "
+                    "context_parallel_size × tensor_parallel_size divides the GPUs of a machine",
+                    flush=True,
+                )
             yield world
     finally:
         dist.destroy_process_group()

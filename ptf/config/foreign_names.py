@@ -157,6 +157,11 @@ TABLE = (
         "weights, gradients and optimizer are sharded over the workers (FSDP2)",
     ),
     ("tp_size", "compute.mesh.tensor_parallel_size", ""),
+    (
+        "cp_size context_parallel sequence_parallel_size ulysses_sequence_parallel_size",
+        "compute.mesh.context_parallel_size",
+        "",
+    ),
     # files, checkpoints, logs
     ("output_dir default_local_dir save_dir", "output", ""),
     ("save_steps save_freq save_interval", "checkpoint.every", ""),

@@ -24,8 +24,9 @@ def rollout_rules(job: "Job", rollout: "RolloutConfig") -> Rules:
         "their rewards; remove it": "" in rollout.environment and job.evaluate.reward,
         "data.validation is for recipes without rollouts; held-out prompts are evaluate.sources": job.data.validation,
         "data.too_long: a prompt cannot be cut; use error or drop": job.data.too_long in ("truncate", "split"),
-        "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor_parallel_size above 1, where no process has "
-        "the whole distribution": rollout.top_p < 1 and job.compute.mesh.tensor_parallel_size > 1,
+        "rollout.top_p: a nucleus cannot be cut with compute.mesh.tensor_parallel_size or context_parallel_size above "
+        "1, where no process has the whole distribution; use 1.0": rollout.top_p < 1
+        and job.compute.mesh.sizes(job.compute.workers).model > 1,
         "rollout.constrained_decoding.distinct has no effect with lines_per_response: 1; raise lines_per_response or "
         "remove distinct": decoding and decoding.distinct and decoding.lines_per_response == 1,
         "rollout.lora_sync: adapter needs model.lora": rollout.lora_sync == "adapter" and job.model.lora is None,

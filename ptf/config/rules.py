@@ -114,9 +114,8 @@ def train_rules(job: "Job") -> Rules:
         "compute.device: cpu (a GPU's kernels add in an order of their own)": job.compute.device == "cpu",
         "rollout.engine: native (vllm's bits depend on its batches)": not rollout or rollout.engine != "vllm",
         "compute.threads: 1 in online recipes": not rollout or job.compute.threads == 1,
-        "a whole model on every worker: compute.mesh.tensor_parallel_size: 1": (
-            job.compute.mesh.tensor_parallel_size == 1
-        ),
+        "whole sequences and a whole model on every worker: compute.mesh.tensor_parallel_size: 1 and "
+        "compute.mesh.context_parallel_size: 1": job.compute.mesh.sizes(job.compute.workers).model == 1,
     }
     return {
         SCHEDULE_IS_LONGER: is_schedule_longer(train, train.steps),
@@ -149,8 +148,9 @@ def compute_rules(job: "Job") -> Rules:
     """Return the rules of where the run runs and writes, of how its workers divide the model and the data, and of
     engines that need a process of their own, which only Ray gives."""
     workers, launcher, mesh = job.compute.workers, job.compute.launcher, job.compute.mesh
-    tensor, sizes = mesh.tensor_parallel_size, mesh.sizes(workers)
-    of_tensors = f" / compute.mesh.tensor_parallel_size ({tensor})" if tensor > 1 else ""
+    sizes, divisors = mesh.sizes(workers), ("context_parallel_size", "tensor_parallel_size")
+    named = {name: getattr(mesh, name) for name in ("replicate", *divisors)}
+    of_groups = "".join(f" / compute.mesh.{name} ({named[name]})" for name in divisors if named[name] > 1)
     dealt = {
         "data.partitions": job.data.partitions,
         "train.global_batch_sequences": job.train.global_batch_sequences,
@@ -161,7 +161,7 @@ def compute_rules(job: "Job") -> Rules:
     }
     return {
         "output must be a directory on this machine; publish.to may be a URI": "://" in job.output,
-        f"compute.mesh: replicate ({mesh.replicate}) × tensor_parallel_size ({tensor}) must divide compute.workers "
+        f"compute.mesh: {' × '.join(f'{name} ({size})' for name, size in named.items())} must divide compute.workers "
         f"({workers})": sizes.ranks != workers,
         "compute.pools is for recipes with rollouts; others have one group of compute.workers: remove it": (
             job.compute.pools and not job.rollout
@@ -169,7 +169,7 @@ def compute_rules(job: "Job") -> Rules:
         "compute.launcher: local is one process; use ray or torchrun for compute.workers > 1": launcher == "local"
         and workers > 1,
         **{
-            f"{key} ({value}) must be a multiple of compute.workers ({workers}){of_tensors}": not job.rollout
+            f"{key} ({value}) must be a multiple of compute.workers ({workers}){of_groups}": not job.rollout
             and value % (sizes.data or 1)
             for key, value in dealt.items()
         },
@@ -220,6 +220,7 @@ def model_rules(job: "Job") -> Rules:
         "model.head": model.head,
         "model.quantization": form,
         "compute.mesh.tensor_parallel_size": mesh.tensor_parallel_size > 1,
+        "compute.mesh.context_parallel_size": mesh.context_parallel_size > 1,
         "evaluate.ranking": job.evaluate.ranking,
     }
     return {
@@ -244,6 +245,8 @@ def model_rules(job: "Job") -> Rules:
         "model.quantization needs model.lora, which trains adapters beside weights in four bits": form
         and not model.lora,
         "model.quantization needs compute.mesh.tensor_parallel_size: 1": form and mesh.tensor_parallel_size > 1,
+        "model.replace needs compute.mesh.context_parallel_size: 1 (it may mix tokens, which lie on different workers; "
+        "a head may be replaced)": mesh.context_parallel_size > 1 and set(model.replace) - {"head"},
         "model.quantization does not work with model.replace": form and model.replace,
         "model.quantization: nf4 works with model.trainable in recipes sft, kd and rm only (the reference of others "
         "would have weights that are not rounded)": nf4 and model.trainable and job.recipe not in ("sft", "kd", "rm"),

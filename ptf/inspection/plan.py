@@ -1,7 +1,6 @@
 """What `ptf plan` prints of a budget and of a roofline: tables for people, a dictionary for programs."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from rich.box import SIMPLE
 from rich.console import RenderableType
@@ -182,13 +181,17 @@ def _budget_table(step: Budget) -> Table:
 
 
 def _budget_lines(step: Budget) -> list[str]:
-    mesh = " × ".join(f"{name} {size}" for name, size in asdict(step.mesh).items())
     lines = [
         (
-            f"{step.mesh.ranks} GPUs ({mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens per step; "
+            f"{step.mesh.ranks} GPUs ({step.mesh}): {step.flops:.3g} FLOPs and {step.tokens:,} tokens per step; "
             f"{step.seconds:.3g} s, {step.tokens / step.seconds:,.0f} tokens/s"
         )
     ]
     if not step.fits:
         lines.append(f"does not fit: {step.memory.largest} take most; --fit finds what to change")
+    if step.mesh.context > 1:
+        lines.append(
+            "compute.mesh.context_parallel_size is for documents that do not fit a GPU: packed short rows train faster "
+            "as more, shorter sequences"
+        )
     return lines

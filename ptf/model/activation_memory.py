@@ -123,9 +123,11 @@ def activation_bytes(
     ranks: int,
     like: nn.Module,
     *,
+    contexts: int = 1,
     compiled: bool,
 ) -> ActivationBytes:
-    """Return the bytes of activations a token that `layer` saves on one of `ranks` ranks of a tensor group.
+    """Return the bytes of activations that `layer` saves on one of `ranks` ranks of a tensor group, for each token of
+    this rank where `contexts` ranks divide the sequences.
 
     The parameters that train are those that train in `like`. With `compiled`, norms, gates and rotary embeddings are
     compiled. A component of the user's own counts as on one rank.
@@ -148,38 +150,42 @@ def activation_bytes(
             _run(m, lambda m=m: m(x.clone()))
             for m in (block.attn_norm, block.attn_post_norm, block.mlp_norm, block.mlp_post_norm)
         ]
-        attention = _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(TOKENS)))
+        attention = _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(TOKENS, contexts=contexts)))
         if isinstance(block.attn, GatedDeltaNet):  # what the rule computes inside is not saved with `selective`
             attention = attention[0], _run(block.attn, lambda: block.attn(x.clone(), table, CountedAttend(0)))[1]
         saved, of_products, *beside = _feed(block, x, c, local, ranks)
     size = c.dim * x.element_size()
     attended = (
-        _attended(block.attn, local, x.element_size()) if isinstance(block.attn, Attention | LatentAttention) else 0
+        _attended(block.attn, local, x.element_size(), contexts)
+        if isinstance(block.attn, Attention | LatentAttention)
+        else 0
     )
     everything = sum(n[0] for n in norms) / ranks + attention[0] + saved
     return ActivationBytes(everything, attention[1] + of_products + attended, size / ranks, *beside)
 
 
-def _attended(attn: Any, local: DecoderConfig, element: int) -> int:
+def _attended(attn: Any, local: DecoderConfig, element: int, contexts: int = 1) -> int:
     """Return the bytes that attention keeps with `selective`: rotated queries and keys, its output, its log-sum-exp.
 
     Values are what their projection put out, unless adapters add to it; in latent attention that is also keys. With
-    sinks, the output is kept before and after their share is taken.
+    sinks, the output is kept before and after their share is taken. Where ranks exchange heads, values are not the
+    projection's, and the output is kept before and after the exchange.
     """
     latent = local.latent is not None
-    adapted = bool((attn.kv_b_proj if latent else attn.v_proj).adapters)
-    outputs = 1 if attn.sinks is None else 2
-    keys = local.heads + local.kv_heads
-    values = local.heads * outputs + local.kv_heads * adapted
+    adapted = bool((attn.kv_b_proj if latent else attn.v_proj).adapters) or contexts > 1
+    outputs, kv_heads = 1 if attn.sinks is None else 2, max(local.kv_heads, contexts)
+    keys = local.heads + kv_heads
+    values = local.heads * (outputs + (contexts > 1)) + kv_heads * adapted
     unrotated = adapted * latent * local.heads * (local.head_dim - local.rotary_dim)
     return (keys * local.head_dim + values * local.value_dim + unrotated) * element + 4 * local.heads * outputs
 
 
 class CountedAttend:
     """An `Attend` that saves what training saves, over one document of `tokens` tokens; with 0, linear attention is
-    left out."""
+    left out. Of several `contexts`, ranks that exchange heads, each has a key-value head at least."""
 
-    def __init__(self, tokens: int, device: str = "meta") -> None:
+    def __init__(self, tokens: int, device: str = "meta", contexts: int = 1) -> None:
+        self.contexts = contexts
         with torch.device("cpu"):
             self.packed = PackedDelta(torch.zeros(1, tokens), torch.arange(tokens)[None]) if tokens else None
         if self.packed is not None:
@@ -188,8 +194,12 @@ class CountedAttend:
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Save what fused kernels save: queries, keys, values, output, and a log-sum-exp for each query and head."""
+        shape = *q.shape[:-1], v.shape[-1]
+        if self.contexts > 1:  # what is exchanged is another tensor
+            k, v = (t.new_empty(*t.shape[:2], max(t.shape[2], self.contexts), t.shape[3]) for t in (k, v))
         kept = [q, k, v, q.new_empty(q.shape[:-1], dtype=torch.float32)]
-        return cast("Tensor", _Saving.apply(kept, (*q.shape[:-1], v.shape[-1]), True, q, k, v))
+        out = _Saving.apply(kept, shape, True, q, k, v)
+        return cast("Tensor", out if self.contexts == 1 else _Saving.apply([], shape, False, out))
 
     def delta(self, layer: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """See Attend."""

@@ -98,7 +98,7 @@ class LossWorkspace:
         if processing.top_p < 1 and head.group is not None:
             raise NotImplementedError(
                 "nucleus sampling (rollout.top_p) does not work with a head that is sharded over ranks: "
-                "set compute.mesh.tensor_parallel_size to 1"
+                "set compute.mesh.tensor_parallel_size and context_parallel_size to 1"
             )
         if processing.edges is not None and trie_states is None and len(x):
             raise ValueError(

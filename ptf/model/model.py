@@ -34,9 +34,10 @@ class Model(nn.Module, ABC):
     layers: nn.ModuleList
     head: nn.Module
     kernels: Kernels  # what it computes with
-    # under tensor parallelism: this rank's first row of the vocabulary, and the ranks that hold the rest
-    vocab_start: int = 0
+    # where several ranks see the same data: these ranks, which divide the vocabulary, and this one's first row of it
+    # in a tensor group
     group: ProcessGroup | None = None
+    vocab_start: int = 0
     supports_shared_prefixes: bool  # whether documents of a batch may share a prefix
     supports_compilation: bool  # whether attention, and parts of it, may be compiled
     first_layers_stand_alone: bool  # whether its first layers are the model of a config.json with so many

@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException
 
+from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError
+from ptf.meshes import Meshes
 from ptf.model import bridge, verify
 from ptf.model.chunked import cross_entropy
 from ptf.model.families import family_of
@@ -220,11 +221,11 @@ def _on_rank(
     """Take the step on this rank's part of the model and of the data, and save the model; `weight` is that of the
     load-balancing loss."""
     shards, tensor = MESHES[name]
-    mesh = init_device_mesh("cpu", (1, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
+    meshes = Meshes.of("cpu", MeshSizes(shard=shards, tensor=tensor))
     model = bridge.build(member)
-    parallelize(model, mesh, "fp32", plan=plan)
+    parallelize(model, meshes, "fp32", plan=plan)
     model.give_weights(member, torch.device("cpu"))
-    part = _groups((shards, tensor))[mesh["shard"].get_local_rank()]
+    part = _groups((shards, tensor))[dist.get_rank() // tensor]
     *inputs, targets, weights = _documents(model.config.vocab)
     units = weights.sum()
     loss = model(*(t[part] for t in inputs), partial(cross_entropy, targets=targets[part], weights=weights[part]))

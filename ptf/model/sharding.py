@@ -10,11 +10,12 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ptf.errors import UserError
+from ptf.meshes import Meshes
+from ptf.model.context_parallel import context_parallel
 from ptf.model.decoder import Decoder
 from ptf.model.model import Model
 from ptf.model.recompute import Recompute, recompute
@@ -100,28 +101,33 @@ PLAN: Mapping[str, ParallelStyle] = {
 
 def parallelize(
     model: Model,
-    mesh: DeviceMesh | None,
+    meshes: Meshes,
     precision: str,
     *,
     recomputed: Recompute = "none",
     plan: Mapping[str, ParallelStyle] = PLAN,
 ) -> Model:
-    """Apply tensor parallelism, activation checkpointing and FSDP, in this order.
+    """Apply tensor parallelism, context parallelism, activation checkpointing and FSDP, in this order.
 
-    The mesh has the dimensions ("replicate", "shard", "tensor"). `bf16` is FSDP2 with parameters in bfloat16 and
+    `bf16` is FSDP2 with parameters in bfloat16 and
     reductions in fp32; what trains keeps fp32 master weights. Gradients are summed over the ranks. One process in fp32
     needs no FSDP and gets none. Raise ValueError for bf16 without a mesh, because FSDP keeps the master weights;
     UserError for a model that cannot be sharded.
     """
     assert precision in ("bf16", "fp32"), precision
+    mesh, sizes = meshes.dense, meshes.sizes
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")
-    if mesh is not None and mesh["tensor"].size() > 1:
-        if not isinstance(model, Decoder):
-            raise UserError("model.backend: hf needs compute.mesh.tensor_parallel_size: 1")
+    if sizes.model > 1 and not isinstance(model, Decoder):
+        raise UserError(
+            "model.backend: hf needs compute.mesh.tensor_parallel_size: 1 and compute.mesh.context_parallel_size: 1"
+        )
+    if mesh is not None and isinstance(model, Decoder) and sizes.tensor > 1:
         if model.config.head != "lm":  # a scalar head or one of the user's own is not sharded
             plan = {**plan, **{name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}}
         cut(model, mesh["tensor"], plan)
+    if isinstance(model, Decoder) and sizes.context > 1:
+        context_parallel(model, meshes)
     if recomputed != "none":
         for block in model.layers:
             recompute(block, recomputed)

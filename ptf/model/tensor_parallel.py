@@ -49,12 +49,13 @@ def _summed_slice(x: Tensor, group: ProcessGroup) -> Tensor:
     return part.transpose(0, 1).contiguous()
 
 
-def _own_slice(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's [B, T / ranks, D] of [B, T, D]."""
+def own_slice(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return this rank's [B, T / ranks, ..] of [B, T, ..]."""
     return x.chunk(group.size(), 1)[group.rank()].contiguous()
 
 
-def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+def summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks; x stays as it is."""
     whole = x.clone()
     dist.all_reduce(whole, group=group)
     return whole
@@ -73,18 +74,23 @@ class _Exchange(Function):
         return ctx.exchange(grads[0], ctx.group), None, None, None
 
 
+def exchange(x: Tensor, group: ProcessGroup, forward: Exchange, backward: Exchange) -> Tensor:
+    """Return what an exchange makes of x; its gradient takes the exchange `backward`."""
+    return cast("Tensor", _Exchange.apply(x, group, forward, backward))
+
+
 def all_gather(x: Tensor, group: ProcessGroup, whole_gradient: bool = False) -> Tensor:
     """Gather [B, t, D] to [B, t · ranks, D].
 
     In the backward pass the gradient is summed over the ranks and cut (reduce-scatter), because each has a part of it.
     With `whole_gradient` each rank has the whole gradient already, which is only cut.
     """
-    return cast("Tensor", _Exchange.apply(x, group, _gathered, _own_slice if whole_gradient else _summed_slice))
+    return exchange(x, group, _gathered, own_slice if whole_gradient else _summed_slice)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum [B, T, D] over the ranks and return this rank's [B, T / ranks, D]. T must be a multiple of the ranks."""
-    return cast("Tensor", _Exchange.apply(x, group, _summed_slice, _gathered))
+    return exchange(x, group, _summed_slice, _gathered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,7 @@ def normalise_width(module: Any, own: Callable[..., Tensor], group: ProcessGroup
     all n."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     # each rank goes on with the sum in its own way: so are its gradients summed
-    total = cast("Tensor", _Exchange.apply(wide.square().mean(-1, keepdim=True), group, _summed, _summed))
+    total = exchange(wide.square().mean(-1, keepdim=True), group, summed, summed)
     return module.weight * (wide * torch.rsqrt(total / group.size() + module.eps)).to(x.dtype)
 
 
@@ -275,13 +281,13 @@ def _fill_up(model: Decoder, group: ProcessGroup) -> None:
         **inputs: Any,
     ) -> Any:
         length, more = tokens.shape[1], (0, -tokens.shape[1] % group.size())
-        assert attend is None, "generation is not tensor-parallel"
         return own(
             F.pad(tokens, more),
             F.pad(positions, more),
             F.pad(segments, more, value=-1),
             lambda x, head: head_fn(x[:, :length], head),
-            varlen=None if more[1] else varlen,
+            attend,
+            None if more[1] else varlen,
             **inputs,
         )
 

@@ -244,7 +244,7 @@ def _advice(phase: str) -> str:
     if phase.startswith("update"):
         return (
             "train.activation_checkpointing: block or offload, train.micro_batch_sequences: 1, "
-            "train.optimizer: adamw_offload or adamw_8bit, or compute.mesh.tensor_parallel_size"
+            "train.optimizer: adamw_offload or adamw_8bit, compute.mesh.tensor_parallel_size or context_parallel_size"
         )
     if phase == "sync policy and rollout":
         return "another pool for rollout (rollout.transport: nccl)"

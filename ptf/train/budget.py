@@ -17,25 +17,24 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ptf.compute.meter import PEAKS
-from ptf.compute.world import Meshes
 from ptf.config import Job
 from ptf.config.backends import BACKENDS
 from ptf.config.sections.compute import MeshSizes
 from ptf.errors import UserError, first_line
+from ptf.meshes import Meshes
 from ptf.model import bridge, model_files
 from ptf.model.activation_memory import ActivationBytes, activation_bytes
 from ptf.model.chunked import CUDA_CHUNK_BYTES
+from ptf.model.context_parallel import raise_if_not_divided
 from ptf.model.flops import Flops
 from ptf.model.hub import is_id
 from ptf.model.model import Model
 from ptf.model.quantised_weights import quantised_weights, weight_shapes
 from ptf.model.recompute import Recompute
 from ptf.model.sharding import parallelize
-from ptf.model.tensor_parallel import raise_if_indivisible
 from ptf.recipes import registry
 from ptf.recipes.protocol import FrozenModelSpec, Recipe
 from ptf.storage.hub import at_revision, refusal, unreachable
@@ -132,6 +131,7 @@ class _Run:
     softcapped: bool = False  # whether the head keeps the slope of every logit of a chunk
     offloaded: bool = False  # whether the optimizer's averages are in host memory but for a bucket
     eight_bit: bool = False  # whether the optimizer's averages are in 8 bits but for a bucket
+    contexts: int = 1  # ranks that divide the sequences
     shards: int = 1  # ranks that the model is sharded over: more than one gather into buffers that they free late
 
     def memory(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
@@ -149,7 +149,7 @@ class _Run:
             """Return it with so many layers, embedding and head gathered, and with other elements in the dtype of the
             computation and in fp32; `activations` are bytes per token."""
             gathered = self.element * (blocks * sizes.block + sizes.root + elements) + blocks * sizes.block_quantised
-            return self._held(sizes, gathered + 4.0 * fp32, self._tokens * activations, logits)
+            return self._held(sizes, gathered + 4.0 * fp32, self._tokens / self.contexts * activations, logits)
 
         # forward, before the last layer: its weights are copied out of the buffer that they were gathered into, and
         # the buffer of the layer before is not yet free; then in its experts
@@ -159,7 +159,9 @@ class _Run:
         # FSDP frees the last layer that it gathered when it gathers the next
         logits = self._chunk(sizes, dim) * (1 + (self.element == 2) / 2 + self.softcapped)
         logits += 2 * self._tokens * dim * self.element
-        yield at(saved, int(sharded), logits=logits + (4 + self.element) * head)
+        if self.contexts > 1:  # hidden states of all ranks, of which the trained ones are taken
+            logits += self._tokens * dim * self.element
+        yield at(saved, int(sharded), logits=logits + (4 / self.contexts + self.element) * head)
         # backward of the last layer: its gradients are computed, the next layer is gathered, and the head's gradient
         # waits for the embedding's
         ahead = 2 if sharded and len(layers) > 1 else 1
@@ -182,15 +184,16 @@ class _Run:
     def forward(self, sizes: _Sizes, layers: list[ActivationBytes], dim: int) -> Memory:
         """Return the memory of a forward pass alone, between steps, when there are no gradients."""
         gathered = self.element * (2 * sizes.block + sizes.root + sizes.dequantised) + 2.0 * sizes.block_quantised
-        activations = self._tokens * max(layer.everything for layer in layers)  # of one layer; its parts are freed
-        logits = self._chunk(sizes, dim) + self._tokens * dim * self.element
+        here = self._tokens / self.contexts
+        activations = here * max(layer.everything for layer in layers)  # of one layer; its parts are freed
+        logits = self._chunk(sizes, dim) + (1 + (self.contexts > 1)) * self._tokens * dim * self.element
         optimizer = 0.0 if self.offloaded else sizes.moments
         return replace(self._held(sizes, gathered, activations, logits), gradients=0.0, optimizer=optimizer)
 
     def host(self, sizes: _Sizes, layers: list[ActivationBytes]) -> float:
         """Return the bytes of host memory that offloading takes."""
         inputs = sum(layer.input for layer in layers) if self.recomputed == "offload" else 0.0
-        return sizes.moments * self.offloaded + self._tokens * inputs
+        return sizes.moments * self.offloaded + self._tokens / self.contexts * inputs
 
     def _held(self, sizes: _Sizes, gathered: float, activations: float, logits: float) -> Memory:
         """Return a moment's memory: what is held all the time, and these parts."""
@@ -219,7 +222,8 @@ class _Run:
 
     def _chunk(self, sizes: _Sizes, dim: int) -> int:
         """Return the bytes of a chunk of fp32 logits, or of all of them; a head of the user's own counts as a chunk."""
-        return min(CUDA_CHUNK_BYTES, 4 * self._tokens * sizes.head // dim) if sizes.head else CUDA_CHUNK_BYTES
+        logits = 4 * self._tokens * sizes.head // (dim * self.contexts)
+        return min(CUDA_CHUNK_BYTES, logits) if sizes.head else CUDA_CHUNK_BYTES
 
     @property
     def _tokens(self) -> int:
@@ -245,18 +249,18 @@ def budget(
     _raise_if_unknown(job, gpu)
     ranks, precision = job.compute.mesh.sizes(gpus), job.train.precision
     in_step = sequences_of_step(job, ranks.data)
-    with fake_mesh(ranks) as mesh:
+    with fake_meshes(ranks) as meshes:
         recipe = recipe or registry.build(job)
         model = built(directory, job.model, recipe.head)
-        raise_if_indivisible(model.config, ranks.tensor)
+        raise_if_not_divided(model.config, ranks)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         counts = sum(shape.numel() for shape in weight_shapes(model).values()), trained
         flops = Flops.of(model)
         by_role = beside if beside is not None else {} if recipe.precompute else recipe.frozen_models
-        others = [_frozen_model(spec, role, job, directory, recipe.head, mesh) for role, spec in by_role.items()]
+        others = [_frozen_model(spec, role, job, directory, recipe.head, meshes) for role, spec in by_role.items()]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        layers = _layers(model, dtype, ranks.tensor, compiled=job.train.compile is not False)
-        parallelize(model, mesh, precision)
+        layers = _layers(model, dtype, ranks, compiled=job.train.compile is not False)
+        parallelize(model, meshes, precision)
         sizes = _sizes(model, eight_bit=job.train.optimizer == "adamw_8bit")
     loaded = [
         other for spec, (other, _) in zip(by_role.values(), others, strict=True) if needs_weights(spec, job.model)
@@ -273,7 +277,8 @@ def budget(
         softcapped=model.config.softcap is not None,
         offloaded=job.train.optimizer == "adamw_offload",
         eight_bit=job.train.optimizer == "adamw_8bit",
-        shards=ranks.shard,
+        shards=ranks.shard * ranks.context,
+        contexts=ranks.context,
     )
     in_step *= recipe.update_epochs
     tokens, lengths = in_step * job.data.seq_len, [job.data.seq_len] * in_step
@@ -317,20 +322,20 @@ def frozen_memory(
     precision = job.train.precision
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     ranks = job.compute.mesh.sizes(workers)
-    with fake_mesh(ranks) as mesh:
+    with fake_meshes(ranks) as meshes:
         model = bridge.build(directory, head=head)
         model.requires_grad_(False)
-        layers = _layers(model, dtype, ranks.tensor, compiled=job.train.compile is not False)
-        parallelize(model, mesh, precision)
+        layers = _layers(model, dtype, ranks, compiled=job.train.compile is not False)
+        parallelize(model, meshes, precision)
         sizes = _sizes(model)
     length = min(length or job.data.seq_len, model.config.max_positions)
     held = frozen_dtype(directory, precision, exported=False).itemsize
-    run = _Run("none", job.train.micro_batch_sequences, length, dtype.itemsize, held)
+    run = _Run("none", job.train.micro_batch_sequences, length, dtype.itemsize, held, contexts=ranks.context)
     return run.forward(sizes, layers, model.config.dim)
 
 
 def _frozen_model(
-    spec: FrozenModelSpec, role: str, job: Job, directory: Path, head: Literal["lm", "scalar"], mesh: DeviceMesh | None
+    spec: FrozenModelSpec, role: str, job: Job, directory: Path, head: Literal["lm", "scalar"], meshes: Meshes
 ) -> tuple[_Sizes, Flops]:
     if spec.same_architecture:
         model = bridge.build(directory, head=head, factory=layer_factory_of(job.model))
@@ -340,12 +345,12 @@ def _frozen_model(
         except UserError as error:
             raise UserError(f"{role}: {str(error).removeprefix('model.path: ')}") from None
     flops = forward_flops(model)
-    return _sizes(parallelize(model, mesh, job.train.precision)), flops
+    return _sizes(parallelize(model, meshes, job.train.precision)), flops
 
 
 @contextlib.contextmanager
-def fake_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh | None]:
-    """Build a mesh of ranks that do not exist, as the first rank sees it, which holds the most.
+def fake_meshes(sizes: MeshSizes) -> Iterator[Meshes]:
+    """Build meshes of ranks that do not exist, as the first rank sees it, which holds the most.
 
     Raises UserError inside another process group.
     """
@@ -355,7 +360,7 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh | None]:
         raise UserError("ptf plan must run in a process without a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sizes.ranks)
     try:
-        yield Meshes.of("cpu", sizes).dense
+        yield Meshes.of("cpu", sizes)
     finally:
         dist.destroy_process_group()
 
@@ -381,7 +386,7 @@ def config_directory(path: str) -> Path:
         ) from error
 
 
-def _layers(model: Model, dtype: torch.dtype, tensor: int, *, compiled: bool) -> list[ActivationBytes]:
+def _layers(model: Model, dtype: torch.dtype, ranks: MeshSizes, *, compiled: bool) -> list[ActivationBytes]:
     """Return the activation memory of every layer; each kind of layer is measured once."""
     by_kind: dict[object, ActivationBytes] = {}
     c = model.config
@@ -389,7 +394,9 @@ def _layers(model: Model, dtype: torch.dtype, tensor: int, *, compiled: bool) ->
     for i, block in enumerate(model.layers):
         kind = (c.layers[i], tuple((n, p.requires_grad, p.shape) for n, p in block.named_parameters()))
         if kind not in by_kind:
-            by_kind[kind] = activation_bytes(c, i, model.factory, dtype, tensor, block, compiled=compiled)
+            by_kind[kind] = activation_bytes(
+                c, i, model.factory, dtype, ranks.tensor, block, contexts=ranks.context, compiled=compiled
+            )
         measured.append(by_kind[kind])
     return measured
 

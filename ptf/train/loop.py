@@ -74,7 +74,7 @@ class Loop:
             model = parts.model
             print(
                 f"train: {self.planned} steps of {job.train.global_batch_sequences} sequences × {job.data.seq_len} "
-                f"tokens, workers={world.size}, device={world.device}, "
+                f"tokens, workers={world.size} ({world.meshes.sizes}), device={world.device}, "
                 f"{job.train.precision}, attention={model.attention_name(world.device)}, "
                 f"{model.kernels.compilation}, "
                 f"{len(model.config.layers)} layers × {model.config.dim}",
@@ -300,7 +300,7 @@ def out_of_memory(job: Job, error: torch.OutOfMemoryError) -> UserError:
     if train.optimizer == "adamw":
         advice.append("set train.optimizer: adamw_offload")
     eight_bit = ", train.optimizer: adamw_8bit" * (train.optimizer == "adamw")
-    advice.append("raise compute.workers or compute.mesh.tensor_parallel_size")
+    advice.append("raise compute.workers, compute.mesh.tensor_parallel_size or compute.mesh.context_parallel_size")
     return UserError(
         f"out of memory ({str(error).splitlines()[0]}). To continue this run, {', or '.join(advice)}. A new run could "
         f"also have a lower data.seq_len{eight_bit}, or train adapters (model.lora). `ptf plan CONFIG "

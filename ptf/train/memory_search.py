@@ -1,9 +1,9 @@
 """The search of `ptf plan --fit`: the cheapest change of a job with which every phase fits its GPUs.
 
 For the given number of GPUs, then for 2, 4, … and up to 64 times as many, the search tries, in the order of what they
-cost in time: activation checkpointing, fewer sequences per pass, the optimizer in host memory, and tensor parallelism.
-With each tensor-parallel size and number of GPUs, the setting that needs the least memory is tried first: if it does
-not fit, no other one does.
+cost in time: activation checkpointing, fewer sequences per pass, the optimizer in host memory, tensor parallelism, and
+context parallelism. With each mesh and number of GPUs, the setting that needs the least memory is tried first: if it
+does not fit, no other one does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from ptf.errors import UserError
 from ptf.model.recompute import Recompute
 
 FACTORS = (1, 2, 4, 8, 16, 32, 64)  # numbers of GPUs that are tried, as multiples of the given one
-TENSOR = (1, 2, 4, 8)
+SIZES = {"tensor_parallel_size": (2, 4, 8), "context_parallel_size": (2, 4, 8, 16, 32)}  # tried, beside the job's
 MODES: tuple[Recompute, ...] = ("none", "selective", "block", "offload")  # from the fastest to that of the least memory
 
 
@@ -56,7 +56,7 @@ class Candidate:
 def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[Candidate]:
     """Yield the candidates up to and including the first one that fits; if none fits, yield all of them.
 
-    Nothing is yielded if no tensor-parallel size that is tried divides any of the numbers of GPUs. `planned` returns
+    Nothing is yielded if no mesh that is tried divides any of the numbers of GPUs. `planned` returns
     the plan of a setting, or raises UserError if the job cannot have that setting.
     """
 
@@ -66,12 +66,14 @@ def search(job: Job, gpus: int, planned: Callable[[Setting], Plan]) -> Iterator[
         except UserError as error:
             return Candidate(setting, None, str(error).strip().splitlines()[0])
 
-    own = job.compute.mesh.tensor_parallel_size
+    own, meshes = job.compute.mesh, [dict[str, int]()]
+    for name, sizes in SIZES.items():
+        meshes += [{name: size} for size in sizes if size > getattr(own, name)]
     for factor in FACTORS:
-        for tensor in [own, *(size for size in TENSOR if size > own)]:
-            if gpus * factor % tensor:
+        for changed in meshes:
+            if own.model_copy(update=changed).sizes(gpus * factor).ranks != gpus * factor:
                 continue
-            mesh = {} if tensor == own else {"compute.mesh.tensor_parallel_size": str(tensor)}
+            mesh = {f"compute.mesh.{name}": str(size) for name, size in changed.items()}
             *others, smallest = _within(job)
             least = tried(Setting(gpus * factor, {**mesh, **smallest}))
             if not least.fits:

@@ -316,6 +316,7 @@ def raise_if_uncounted(job: Job, gpu: str) -> None:
         f"model.backend: {job.model.backend}": not BACKENDS[job.model.backend].planned,
         "components of your own (model.replace, model.head)": bool(job.model.replace or job.model.head),
         "compute.mesh.tensor_parallel_size": job.compute.mesh.tensor_parallel_size > 1,
+        "compute.mesh.context_parallel_size": job.compute.mesh.context_parallel_size > 1,
         "train.optimizer: adamw_offload": job.train.optimizer == "adamw_offload",
         "train.activation_checkpointing: offload": job.train.activation_checkpointing == "offload",
         "model.quantization": job.model.quantization is not None,

@@ -70,7 +70,7 @@ def load_model(
     # fp32 for weights that are trained or that an export must give back in fp32
     dtype = frozen_dtype(directory, precision, exported=not frozen)
     hold_frozen(model, dtype, model.stored_in_fp32(directory) if dtype != torch.float32 and not frozen else ())
-    parallelize(model, world.meshes.dense, precision, recomputed=recomputed)
+    parallelize(model, world.meshes, precision, recomputed=recomputed)
     new = model.give_weights(directory, world.device, random=spec.init == "random", seed=seed)
     if world.leads and new:
         print(

@@ -42,10 +42,10 @@ LORA = LoraConfig(rank=4, alpha=8.0)
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `mesh`: replicate, shard, tensor."""
+    """One run."""
 
     directory: str
-    mesh: tuple[int, int, int] | None = None
+    mesh: MeshSizes | None = None
     lora: bool = False
     steps: int = 20
     recomputed: Recompute = "none"
@@ -98,11 +98,7 @@ def checkpoint(directory: Path, family: str, **more: Any) -> str:
 
 def train(case: Case) -> Trained:
     """Train the case on this rank; every rank returns the same losses and gradients."""
-    world = (
-        World()
-        if case.mesh is None
-        else world_of(MeshSizes(replicate=case.mesh[0], shard=case.mesh[1], tensor=case.mesh[2]))
-    )
+    world = World() if case.mesh is None else world_of(case.mesh)
     quantization: Any = "nf4" if case.packed else None
     spec = ModelConfig(path=case.directory, lora=LORA if case.lora else None, quantization=quantization)
     trainer.parallelize = partial(parallelize, plan={**PLAN, **case.plan})  # type: ignore[assignment]

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptf.compute.world import Meshes, World
+from ptf.compute.world import World
 from ptf.config.sections.compute import MeshSizes
+from ptf.meshes import Meshes
 from ptf.model.parallel_parity import run_ranks
 
 # torch imports its compiler at the first step of an optimizer and in state dicts; nothing of `tests`, of which the

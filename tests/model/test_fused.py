@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ptf.compute.world import World
 from ptf.errors import UserError
+from ptf.meshes import Meshes
 from ptf.model.chunked import cross_entropy
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.decoder import Decoder
@@ -197,7 +198,7 @@ def far(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tens
 def test_a_model_learns_the_same_with_the_packages(model_type: str, recomputed: Recompute) -> None:
     """Windows, both gates, experts; Liger's gates overwrite what they were given."""
     expected = gradients(made_with(model_type, []))
-    model = parallelize(made_with(model_type, BOTH), None, "fp32", recomputed=recomputed)
+    model = parallelize(made_with(model_type, BOTH), Meshes(), "fp32", recomputed=recomputed)
     assert attention_of(model) is Flash
     found = gradients(model)
     assert found[0] == pytest.approx(expected[0], rel=1e-5)

@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ptf.meshes import Meshes
 from ptf.model import recompute as recompute_module
 from ptf.model.activation_memory import CountedAttend, _attended
 from ptf.model.decoder import Decoder
@@ -55,7 +56,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tup
 
 
 def gradients(model_type: str, mode: Recompute, attend: Callable[..., Any], frozen: bool = False) -> list[Tensor]:
-    model = parallelize(deepcopy(never_run(model_type)), None, "fp32", recomputed=mode)
+    model = parallelize(deepcopy(never_run(model_type)), Meshes(), "fp32", recomputed=mode)
     for name, p in model.named_parameters():
         p.requires_grad_(p.is_floating_point() and (not frozen or "mlp_norm" in name))
     batch = packed([[10, 20, 18], [30, 1]], 48)
@@ -88,7 +89,7 @@ def test_attention_runs_once_unless_the_whole_block_is_recomputed(model_type, ki
 def test_inputs_of_layers_that_are_offloaded_stay_nowhere_else() -> None:
     alive = {}
     for mode in ("block", "offload"):
-        model = parallelize(deepcopy(never_run("qwen3")), None, "fp32", recomputed=mode)
+        model = parallelize(deepcopy(never_run("qwen3")), Meshes(), "fp32", recomputed=mode)
         inputs: list[weakref.ref[Any]] = []
         for layer in model.layers:
             layer.register_forward_pre_hook(lambda _, args, seen=inputs: seen.append(weakref.ref(args[0])))

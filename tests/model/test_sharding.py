@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.model import ModelConfig
 from ptf.errors import UserError
 from ptf.model import bridge
@@ -27,7 +28,16 @@ FAMILIES = ("qwen3", "qwen3_moe", "gpt_oss", "qwen2_moe", "glm4_moe", "deepseek_
 BOUND = 1e-6
 STEPS = 5
 KINDS = [(family, lora) for family in FAMILIES for lora in (False, True)]
-MESHES = {2: [(1, 2, 1), (1, 1, 2)], 4: [(1, 2, 2)]}
+MESHES = {
+    2: [MeshSizes(shard=2), MeshSizes(tensor=2), MeshSizes(context=2)],
+    4: [
+        MeshSizes(shard=2, tensor=2),
+        MeshSizes(context=4),
+        MeshSizes(shard=2, context=2),
+        MeshSizes(replicate=2, context=2),
+        MeshSizes(context=2, tensor=2),
+    ],
+}
 WRONG = {"layers.*.attn.[qk]_norm": WHOLE, "layers.*.mlp_norm": WHOLE}  # as if every rank knew the whole gradient
 
 
@@ -59,7 +69,7 @@ def test_steps_beside_packed_experts_are_those_of_one_rank(tmp_path) -> None:
     directory = checkpoint(tmp_path / "model", "qwen3_moe", **wide)
     case = Case(directory, lora=True, packed=True, steps=STEPS)
     alone = train(case)
-    (found,) = on_ranks(2, [replace(case, mesh=(1, 2, 1))], tmp_path / "ranks")
+    (found,) = on_ranks(2, [replace(case, mesh=MeshSizes(shard=2))], tmp_path / "ranks")
     assert max(difference(alone, found)) <= BOUND
     assert max(difference(train(replace(case, packed=False)), found)) > 1e-3, "negative control: not rounded"
 
@@ -69,13 +79,13 @@ def test_other_ways_to_cut_and_a_wrong_plan(models, tmp_path) -> None:
     """Two steps each: activations made again, copies, bf16, and the negative control."""
     plain = Case(models["gpt_oss"], steps=2)
     cases = [
-        replace(plain, mesh=(1, 1, 2), recomputed="block"),
-        replace(plain, mesh=(1, 1, 2), recomputed="selective"),
-        replace(plain, mesh=(1, 2, 1), recomputed="block"),
-        replace(plain, mesh=(2, 1, 1)),
-        replace(plain, mesh=(1, 1, 2), plan=WRONG),
+        replace(plain, mesh=MeshSizes(tensor=2), recomputed="block"),
+        replace(plain, mesh=MeshSizes(tensor=2), recomputed="selective"),
+        replace(plain, mesh=MeshSizes(shard=2), recomputed="block"),
+        replace(plain, mesh=MeshSizes(replicate=2)),
+        replace(plain, mesh=MeshSizes(tensor=2), plan=WRONG),
         # without experts, to which rounding may send other tokens
-        replace(plain, mesh=(1, 1, 2), precision="bf16", directory=models["qwen3"]),
+        replace(plain, mesh=MeshSizes(tensor=2), precision="bf16", directory=models["qwen3"]),
     ]
     *found, rounded = on_ranks(2, cases, tmp_path / "ranks")
     *right, wrong = [difference(train(plain), one) for one in found]

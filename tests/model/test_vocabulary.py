@@ -103,7 +103,7 @@ def test_any_slice_of_a_padded_table_is_read_from_the_shorter_one(count, a, b):
 
 def _sharded(directory: Path, out: Path, drawn: bool) -> dict:
     model = bridge.build(directory)
-    parallelize(model, world_of(MeshSizes(shard=2)).meshes.dense, "fp32")
+    parallelize(model, world_of(MeshSizes(shard=2)).meshes, "fp32")
     model.give_weights(directory, torch.device("cpu"), random=drawn, seed=3)
     rank = torch.distributed.get_rank()
     model_writer.save_hf(model.hf_tensors(), directory, out, writes=rank == 0)

@@ -29,11 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.published_shapes import write_config
-from ptf.compute.world import Meshes, World
+from ptf.compute.world import World
 from ptf.config import Job
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
 from ptf.data.packing import pack_all
+from ptf.meshes import Meshes
 from ptf.model import bridge, chunked, decoder, loss_workspace, moe, recompute
 from ptf.model.kernels import attention
 from ptf.model.kernels.choice import Kernels
@@ -170,17 +171,15 @@ def peak_of_a_step(job: Job, directory: Path, ranks: int) -> int:
             model = bridge.build(directory, head=recipe.head, factory=factory)
             freeze(model, job.model.trainable)
             hold_frozen(model, frozen_dtype(directory, config.precision, exported=True))
-            parallelize(model, meshes.dense, config.precision, recomputed=config.activation_checkpointing)
+            parallelize(model, meshes, config.precision, recomputed=config.activation_checkpointing)
             model.to_empty(device=torch.device("cpu"))
             frozen_models = {
-                role: _frozen(directory, meshes.dense, config.precision, kernels())
-                if needs_weights(of, job.model)
-                else model
+                role: _frozen(directory, meshes, config.precision, kernels()) if needs_weights(of, job.model) else model
                 for role, of in recipe.frozen_models.items()
             }
             trainer = Trainer(model, World(0, meshes), config, frozen_models)
             units = _units(job)
-            passes = config.global_batch_sequences // ranks // config.micro_batch_sequences
+            passes = config.global_batch_sequences // meshes.sizes.data // config.micro_batch_sequences
             batches = [Batch.of(pack_all(units, job.data.seq_len), job.data.seq_len) for _ in range(passes)]
             held = [model, *frozen_models.values()]
             for tensor in (t for m in held for t in (*m.parameters(), *m.buffers())):
@@ -202,11 +201,11 @@ def _units(job: Job) -> list[PackUnit]:
     return [tuple(whole)] * job.train.micro_batch_sequences
 
 
-def _frozen(directory: Path, mesh: Any, precision: str, kernels: Kernels) -> Any:
+def _frozen(directory: Path, meshes: Meshes, precision: str, kernels: Kernels) -> Any:
     model = bridge.build(directory, factory=LayerFactory(kernels=kernels))
     model.requires_grad_(False)
     hold_frozen(model, frozen_dtype(directory, precision, exported=False))
-    parallelize(model, mesh, precision)
+    parallelize(model, meshes, precision)
     return model.to_empty(device=torch.device("cpu"))
 
 
@@ -230,8 +229,8 @@ def raw_job(directory: Path, ranks: int, *, seq_len: int, sequences: int, **sect
         "recipe": "sft",
         "output": "runs",
         "data": {"seq_len": seq_len, "partitions": ranks, "sources": {"a": {"path": "a.jsonl"}}},
-        "compute": {"workers": ranks},
         **sections,
+        "compute": {"workers": ranks, **sections.get("compute", {})},
         "model": {"path": str(directory), **sections.get("model", {})},
         "train": {**train, **sections.get("train", {})},
     }

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from ptf.compute.world import Meshes, World
+from ptf.compute.world import World
 from ptf.config.sections.compute import MeshSizes
 from ptf.data.batch import Batch
+from ptf.meshes import Meshes
 from ptf.model.head import Head
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.train.batch_sharding import deal

@@ -42,7 +42,7 @@ def load(directory: Path, tensor: int, whole: bool) -> tuple[int, int]:
     every tensor is read before any is cut."""
     world = world_of(MeshSizes(shard=2 // tensor, tensor=tensor))
     model = bridge.build(directory)
-    parallelize(model, world.meshes.dense, "fp32")
+    parallelize(model, world.meshes, "fp32")
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier model left to the allocator would hide what this one takes
     before, most, done = resident(), 0, threading.Event()

@@ -106,6 +106,34 @@ CASES: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "Gemma's norms": ("Gemma-3-4B", 1, {"num_hidden_layers": 6}, {"seq_len": 8192, "sequences": 1}),
     "DPO": ("Qwen3-0.6B", 2, {"num_hidden_layers": 4}, {"seq_len": 4096, "sequences": 1, "recipe": "dpo"}),
+    "context 2 of 2, selective": (
+        "Qwen3-8B",
+        2,
+        {"num_hidden_layers": 4, "vocab_size": 8192},
+        {
+            "seq_len": 8192,
+            "sequences": 1,
+            "train": {"activation_checkpointing": "selective"},
+            "compute": {"mesh": {"context_parallel_size": 2}},
+        },
+    ),
+    "context 8 of 16, more than key-value heads": (
+        "Qwen3-4B",
+        16,
+        {"num_hidden_layers": 4, "num_key_value_heads": 2},
+        {"seq_len": 32768, "sequences": 1, "compute": {"mesh": {"context_parallel_size": 8}}},
+    ),
+    "context 8 of 64, blocks": (
+        "Qwen3-8B",
+        64,
+        {"num_hidden_layers": 4},
+        {
+            "seq_len": 131072,
+            "sequences": 1,
+            "train": {"activation_checkpointing": "block"},
+            "compute": {"mesh": {"context_parallel_size": 8}},
+        },
+    ),
     "reward model": ("Qwen3-0.6B", 2, {"num_hidden_layers": 4}, {"seq_len": 4096, "sequences": 1, "recipe": "rm"}),
 }
 

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptf.compute.world import Meshes, World
+from ptf.compute.world import World
 from ptf.config.sections.compute import MeshSizes
 from ptf.data.document import Document
+from ptf.meshes import Meshes
 from ptf.train import precompute
 
 

@@ -9,11 +9,12 @@ import torch
 import yaml
 
 from ptf.compute.tracking import read_metrics
-from ptf.compute.world import Meshes, World
+from ptf.compute.world import World
 from ptf.config import load, loads
 from ptf.config.sections.compute import MeshSizes
 from ptf.data.packing import pack_all
 from ptf.errors import UserError
+from ptf.meshes import Meshes
 from ptf.run import run
 from ptf.train.batch_sharding import deal
 from ptf.train.budget import budget

@@ -1,6 +1,6 @@
 """The section `compute`: where a run runs, on how many devices, and how they divide the model."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -10,11 +10,16 @@ from ptf.config.section import Count, Positive, PositiveFloat, Section, changeab
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSizes:
-    """The number of ranks along each axis of the mesh: rank = (replicate · shards + shard) · tensors + tensor."""
+    """The number of ranks along each axis of the mesh:
+    rank = ((replicate · shards + shard) · contexts + context) · tensors + tensor."""
 
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     tensor: int = 1
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in asdict(self).items())
 
     @property
     def data(self) -> int:
@@ -24,7 +29,7 @@ class MeshSizes:
     @property
     def model(self) -> int:
         """Number of neighbouring ranks that hold every layer together and see the same data."""
-        return self.tensor
+        return self.context * self.tensor
 
     @property
     def ranks(self) -> int:
@@ -33,7 +38,8 @@ class MeshSizes:
 
 
 class MeshConfig(Section):
-    """How the workers divide the model: `replicate` × shards × `tensor_parallel_size` = workers."""
+    """How the workers divide model and sequences: `replicate` × shards × `context_parallel_size` ×
+    `tensor_parallel_size` = workers."""
 
     replicate: Positive = changeable(1)
     """Number of copies of the sharded model (HSDP); gradients are reduced over the copies too."""
@@ -41,11 +47,16 @@ class MeshConfig(Section):
     """Number of workers that hold every layer together and see the same sequences. Tensor
     parallelism divides attention heads, key-value heads, MLPs, experts and vocabulary; the size must divide each of
     these numbers."""
+    context_parallel_size: Positive = changeable(1)
+    """Number of workers that see the same sequences and hold a part of each: for documents that do not fit one device.
+    Short documents train faster as more sequences of fewer tokens. It must divide the attention heads that tensor
+    parallelism leaves to a worker; it must divide the key-value heads, or be a multiple of them."""
 
     def sizes(self, workers: int) -> MeshSizes:
         """Divide that many workers, of which none is left over (`ptf.config.rules`)."""
-        replicate, tensor = self.replicate, self.tensor_parallel_size
-        return MeshSizes(replicate=replicate, shard=workers // (replicate * tensor), tensor=tensor)
+        replicate, context, tensor = self.replicate, self.context_parallel_size, self.tensor_parallel_size
+        shard = workers // (replicate * context * tensor)
+        return MeshSizes(replicate=replicate, shard=shard, context=context, tensor=tensor)
 
 
 class PoolConfig(Section):

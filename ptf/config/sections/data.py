@@ -71,8 +71,8 @@ class DataConfig(Section):
     **args)`."""
     partitions: Positive = 8
     """Number of disjoint streams into which the data of an epoch are divided, each shuffled and packed separately; a
-    multiple of the number of data-parallel ranks (`compute.workers` / `compute.mesh.tensor_parallel_size`). Batches
-    depend on the number of partitions, not on the number of workers."""
+    multiple of the number of data-parallel ranks (`compute.workers` divided by the tensor-parallel and the
+    context-parallel size). Batches depend on the number of partitions, not on the number of workers."""
     seq_len: Positive = 2048
     """Tokens in one packed sequence; no sample may be longer."""
     shuffle_buffer: Count = 1024

@@ -178,7 +178,8 @@ class RolloutConfig(Section):
     """Nucleus sampling: draw from the likeliest tokens that together have this probability. The trainer computes
     log-probs over the same tokens. Another policy has another nucleus; therefore values below 1 are refused unless
     `algo.update_epochs` and `algo.num_minibatches` are 1 and `algo.kl_coef` and `algo.critic_warmup` are 0; with recipe
-    `opd` and with `compute.mesh.tensor_parallel_size` above 1 they are always refused."""
+    `opd`, and with `compute.mesh.tensor_parallel_size` or `compute.mesh.context_parallel_size` above 1, they are always
+    refused."""
     constrained_decoding: ConstrainedDecodingConfig | None = None
     """Restrict responses to the lines of a file, in training and in evaluation; log-probs are computed among the tokens
     that may follow."""

@@ -188,12 +188,12 @@ def shared_vocabulary(model: Model, teacher: Model, name: str) -> int:
     """Return the number of vocabulary rows that both models have.
 
     Checkpoints of one tokenizer may have more rows than it has tokens, and different numbers of them. Raises UserError
-    if tensor parallelism splits the two differently.
+    if ranks that divide the vocabulary would split the two differently.
     """
     ours, theirs = model.config, teacher.config
     if model.group is not None and ours.padded != theirs.padded:
         raise UserError(
             f"the teacher {name} has {theirs.vocab} rows of vocabulary, the model {ours.vocab}: "
-            "under compute.mesh.tensor_parallel_size they must have equally many"
+            "with compute.mesh.tensor_parallel_size or context_parallel_size above 1 they must have equally many"
         )
     return min(ours.vocab, theirs.vocab)
