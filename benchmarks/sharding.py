@@ -1,57 +1,155 @@
-"""Sharding against one rank: 20 AdamW steps on every mesh of 2 and 4 gloo ranks, dense, with experts,
-and with sinks and windows, full and LoRA.
+"""Sharding against one rank, on every mesh of 2 and 4 gloo ranks. Writes results/sharding.md.
 
-    python benchmarks/sharding.py [--steps 20]
+    python benchmarks/sharding.py [--steps 20] [--part meshes fp64 recipes resume]
 
-Prints a JSON line a case and writes results/sharding.md; exits 1 where a loss or a gradient is further from one rank's
-than the bound.
+`meshes`: AdamW steps of dense models, with experts, and with sinks and windows, full and LoRA. `fp64`: one step of
+ranks that divide sequences, where only rounding may differ, and mistakes that must show. `recipes`: losses, metrics and
+gradients of every recipe on such ranks. `resume`: a checkpoint of each mesh goes on on each other. Prints a JSON line a
+case and keeps it beside the page, which has the newest of each part; exits 1 where a bound is missed.
 """
 
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from commands import options
-from flow_runs import results_page
-from pages import head, table, write_page
+from flow_runs import commit, results_page
+from pages import Row, head, keep, kept, table, today, write_page
+
+RESULTS = results_page("sharding.md")
+LEDGER = RESULTS.with_suffix(".jsonl")
 
 
-def main() -> None:
-    asked = options(__doc__, steps=20)
-    import torch
-
+def meshes(steps: int, scratch: Path) -> Iterator[Row]:
+    """Steps on every mesh."""
     from tests.model.parallel import Case, checkpoint, difference, on_ranks, train
     from tests.model.test_sharding import BOUND, FAMILIES, KINDS, MESHES
 
-    torch.set_num_threads(1)
-    rows, worst = [], 0.0
-    with tempfile.TemporaryDirectory() as scratch:
-        models = {family: checkpoint(Path(scratch) / family, family) for family in FAMILIES}
-        alone = {(family, lora): train(Case(models[family], lora=lora, steps=asked.steps)) for family, lora in KINDS}
-        for size, meshes in MESHES.items():
-            cases = {
-                (*kind, mesh): Case(models[kind[0]], mesh, kind[1], asked.steps) for mesh in meshes for kind in KINDS
-            }
-            found = on_ranks(size, list(cases.values()), Path(scratch) / f"ranks{size}")
-            for (family, lora, mesh), one in zip(cases, found, strict=True):
-                loss, gradients = difference(alone[family, lora], one)
-                worst = max(worst, loss, gradients)
-                found = {"family": family, "lora": lora, "mesh": str(mesh), "loss": loss, "gradients": gradients}
-                print(json.dumps(found), flush=True)
-                rows.append([family, "LoRA" if lora else "full", str(mesh), f"{loss:.1e}", f"{gradients:.1e}"])
-    about = f"""\
-{asked.steps} steps of AdamW (lr 2e-5) on four packed micro-batches each. *Loss*: largest relative difference of a
-step's loss from one rank's. *Gradients*: largest over every fourth step and the last, global norm of the difference
-over the norm. Bound: {BOUND:g}. At a learning rate of 1e-3 the weights themselves part ways by rounding, and the
-gradients with them (2e-6 by step 20).
+    models = {family: checkpoint(scratch / family, family) for family in FAMILIES}
+    alone = {(family, lora): train(Case(models[family], lora=lora, steps=steps)) for family, lora in KINDS}
+    for size, shapes in MESHES.items():
+        cases = {(*kind, mesh): Case(models[kind[0]], mesh, kind[1], steps) for mesh in shapes for kind in KINDS}
+        found = on_ranks(size, list(cases.values()), scratch / f"ranks{size}")
+        for (family, lora, mesh), one in zip(cases, found, strict=True):
+            loss, gradients = difference(alone[family, lora], one)
+            what = f"{family}, {'LoRA' if lora else 'full'}"
+            yield {"case": what, "mesh": str(mesh), "loss": loss, "gradients": gradients, "bound": BOUND}
 
-"""
-    about = head("Sharded training against one rank", f", gloo, fp32, torch {torch.__version__}") + about
-    lines = table("family | trained | mesh | loss | gradients", rows)
-    write_page(results_page("sharding.md"), about, [lines])
-    sys.exit(0 if worst <= BOUND else 1)
+
+def fp64(steps: int, scratch: Path) -> Iterator[Row]:
+    """One step in fp64."""
+    from tests.model.context import EXACT, FAMILIES, LAYOUTS, MISTAKES, PREFIX, exact, made
+    from tests.model.ranks import on_processes
+
+    models = {family: made(scratch, family) for family in FAMILIES}
+    for size in (2, 4):
+        found, *_ = on_processes(size, partial(exact, models, size, [*LAYOUTS, PREFIX]), scratch)
+        for (family, name), (loss, gradients) in found.items():
+            bound = {"least": 1e-3} if name in MISTAKES else {"bound": EXACT}
+            what = f"{'mistake: ' if name in MISTAKES else ''}{name}; {family}"
+            yield {"case": what, "mesh": f"context {size}", "loss": loss, "gradients": gradients, **bound}
+
+
+def recipes(steps: int, scratch: Path) -> Iterator[Row]:
+    """One pass of every recipe; the loss stands for every metric."""
+    from ptf.config.sections.compute import MeshSizes
+    from tests.model.parallel import checkpoint
+    from tests.model.ranks import on_processes
+    from tests.recipes.on_meshes import recipes_on_rank
+
+    directory = checkpoint(scratch / "recipes", "qwen3")
+    for size in (2, 4):
+        found, *_ = on_processes(size, partial(recipes_on_rank, directory, MeshSizes(context=size)), scratch)
+        for name, (loss, gradients, same) in found.items():
+            assert same, f"{name}: another denominator"
+            yield {"case": name, "mesh": f"context {size}", "loss": loss, "gradients": gradients, "bound": 1e-6}
+
+
+def resume(steps: int, scratch: Path) -> Iterator[Row]:
+    """Two steps, a checkpoint, and a third step on another mesh."""
+    from ptf.config.sections.compute import MeshSizes
+    from tests.model.parallel import checkpoint
+    from tests.model.ranks import on_processes
+    from tests.recipes.on_meshes import resumed_on_rank
+
+    directory = checkpoint(scratch / "resume", "qwen3")
+    shapes = [
+        MeshSizes(shard=4),
+        MeshSizes(context=4),
+        MeshSizes(shard=2, context=2),
+        MeshSizes(context=2, tensor=2),
+        MeshSizes(shard=2, tensor=2),
+        MeshSizes(replicate=2, shard=2),
+    ]
+    found, *_ = on_processes(4, partial(resumed_on_rank, directory, shapes, str(scratch / "checkpoints")), scratch)
+    for (before, after), apart in found.items():
+        yield {"case": f"from {before}", "mesh": after, "loss": apart, "gradients": apart, "bound": 1e-6}
+
+
+PARTS: dict[str, tuple[Callable[[int, Path], Iterator[Row]], str]] = {
+    "meshes": (
+        meshes,
+        "AdamW (lr 2e-5) on four packed micro-batches each, fp32. *Loss*: largest relative difference of a step's\n"
+        "loss from one rank's. *Gradients*: largest over every fourth step and the last, global norm of the\n"
+        "difference over the norm. At a learning rate of 1e-3 the weights themselves part ways by rounding, and the\n"
+        "gradients with them (2e-6 by step 20).",
+    ),
+    "fp64": (
+        fp64,
+        "One step in fp64 of ranks that divide sequences: documents over every cut, one document, short ones, two\n"
+        "sequences, lengths that the ranks do not divide, a shared prefix over a cut. A mistake that was put in must\n"
+        "show in the gradients.",
+    ),
+    "recipes": (
+        recipes,
+        "One pass of every recipe in fp32; *loss*: the largest difference of a metric.",
+    ),
+    "resume": (
+        resume,
+        "Two steps on one mesh, a checkpoint, and the third step on another; the larger of loss and gradients,\n"
+        "beside one rank's third step.",
+    ),
+}
+
+
+def missed(row: Row) -> bool:
+    """Whether a case is beyond its bound, or a mistake did not show."""
+    if "least" in row:
+        return not row["gradients"] > row["least"]
+    return not max(row["loss"], row["gradients"]) <= row["bound"]
+
+
+def main() -> int:
+    asked = options(__doc__, steps=20, part=([*PARTS], "what to measure"))
+    import torch
+
+    torch.set_num_threads(1)
+    found = [row for row in kept(LEDGER) if row["part"] not in asked.part]
+    LEDGER.unlink(missing_ok=True)
+    for row in found:
+        keep(LEDGER, row)
+    for part in asked.part:
+        with tempfile.TemporaryDirectory() as scratch:
+            for row in PARTS[part][0](asked.steps, Path(scratch)):
+                steps = {"steps": asked.steps} if part == "meshes" else {}
+                found.append({"part": part, **row, **steps, "commit": commit(), "date": today()})
+                keep(LEDGER, found[-1])
+                print(json.dumps(found[-1]), flush=True)
+    text = [head("Sharded training against one rank", f", gloo, torch {torch.__version__}")]
+    for part, (_, about) in PARTS.items():
+        if rows := [row for row in found if row["part"] == part]:
+            bounds = sorted({row["bound"] for row in rows if "bound" in row})
+            steps = f"{rows[0]['steps']} steps of " if "steps" in rows[0] else ""
+            of = ", ".join(dict.fromkeys(f"{row['date']}, commit {row['commit']}" for row in rows))
+            text.append(f"## {part}\n\n{steps}{about}\nBound: {', '.join(f'{b:g}' for b in bounds)}. Measured: {of}.\n")
+            cells = [[r["case"], r["mesh"], f"{r['loss']:.1e}", f"{r['gradients']:.1e}"] for r in rows]
+            text.append(table("case | mesh | loss | gradients", cells) + "\n")
+    wrong = [f"{row['part']}: {row['case']}, {row['mesh']}" for row in found if missed(row)]
+    return write_page(RESULTS, text[0], text[1:], wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -224,7 +224,7 @@ class MixtureOfExperts(nn.Module):
         """Return the probabilities [n, experts] for x [n, dim], and the weights and the numbers of the chosen experts,
         [n, k] each."""
         c, logits = self.config, self.router(x)  # [n, experts]
-        probability = logits.softmax(-1, dtype=torch.float32)
+        probability = logits.softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         if c.clamp is None:
             share, chosen = probability.topk(c.top_k, dim=-1)  # [n, k]
             if c.normalise:
@@ -258,7 +258,7 @@ class MixtureOfExperts(nn.Module):
         return y if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * y
 
     def _routing(self, probability: Tensor, chosen: Tensor, real: Tensor) -> Routing:
-        weight = real.float()
+        weight = real.to(probability.dtype)
         picked = torch.zeros_like(probability).scatter(-1, chosen, 1.0)  # [B·T, experts] 1 where chosen
         return Routing(weight @ picked, weight @ probability, weight.sum())
 

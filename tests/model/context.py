@@ -103,9 +103,10 @@ def loss_of(x: Tensor, head: Any, batch: Batch) -> Tensor:
 
     if head.group is not None:
         x = exchange(x, head.group, lambda t, group: t.clone(), summed)
-    z = x @ head.weight[: head.real].t()
+    z = x @ head.weight.t()
     if head.softcap is not None:
         z = head.softcap * (z / head.softcap).tanh()
+    z = z.masked_fill(torch.arange(z.shape[-1]) >= head.real, float("-inf"))  # a rank may have padding alone
     here = batch.targets - head.vocab_start
     mine = (here >= 0) & (here < head.real)
     picked = z.gather(-1, torch.where(mine, here, 0)[..., None]).squeeze(-1)

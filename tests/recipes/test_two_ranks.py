@@ -2,6 +2,7 @@
 and both have the whole gradient."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from ptf.data.packing import pack_all
 from ptf.model.decoder import Decoder
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import Trainer, load_model
-from tests.model.ranks import two_ranks, world_of
+from tests.model.parallel import checkpoint as family_checkpoint
+from tests.model.ranks import on_processes, two_ranks, world_of
 from tests.recipes import dense, test_dpo, test_kd, test_rm
+from tests.recipes.on_meshes import recipes_on_rank
 from tests.tiny import SIZES, checkpoint
 
 PLACE = "PTF_TEST_MODELS"  # the environment says to the ranks where the models are
@@ -104,3 +107,13 @@ def test_two_sharded_ranks_have_the_loss_and_the_gradient_of_the_equations(tmp_p
                     case,
                     n,
                 )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.cluster)])
+def test_recipes_find_on_ranks_that_divide_sequences_what_they_find_on_one(tmp_path, ranks):
+    directory = family_checkpoint(tmp_path / "model", "qwen3")
+    found, *_ = on_processes(ranks, partial(recipes_on_rank, directory, MeshSizes(context=ranks)), tmp_path)
+    for name, (means, gradients, same_denominator) in found.items():
+        print(name, f"metrics {means:.1e} gradients {gradients:.1e} denominator the same: {same_denominator}")
+    assert all(max(means, gradients) <= 1e-6 and same for means, gradients, same in found.values())
