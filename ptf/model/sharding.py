@@ -109,25 +109,23 @@ def parallelize(
 ) -> Model:
     """Apply tensor parallelism, context parallelism, activation checkpointing and FSDP, in this order.
 
-    `bf16` is FSDP2 with parameters in bfloat16 and
-    reductions in fp32; what trains keeps fp32 master weights. Gradients are summed over the ranks. One process in fp32
-    needs no FSDP and gets none. Raise ValueError for bf16 without a mesh, because FSDP keeps the master weights;
-    UserError for a model that cannot be sharded.
+    `bf16` is FSDP2 with parameters in bfloat16 and reductions in fp32; what trains keeps fp32 master weights. Gradients
+    are summed over the ranks. One process in fp32 needs no FSDP and gets none. Raise ValueError for bf16 without a
+    mesh, because FSDP keeps the master weights; UserError for a model that cannot be sharded.
     """
     assert precision in ("bf16", "fp32"), precision
     mesh, sizes = meshes.dense, meshes.sizes
     if precision == "bf16" and mesh is None:
         raise ValueError("bf16 needs a process group: make the World with ptf.compute.world.joined")
-    if sizes.model > 1 and not isinstance(model, Decoder):
-        raise UserError(
-            "model.backend: hf needs compute.mesh.tensor_parallel_size: 1 and compute.mesh.context_parallel_size: 1"
-        )
-    if mesh is not None and isinstance(model, Decoder) and sizes.tensor > 1:
-        if model.config.head != "lm":  # a scalar head or one of the user's own is not sharded
-            plan = {**plan, **{name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}}
-        cut(model, mesh["tensor"], plan)
-    if isinstance(model, Decoder) and sizes.context > 1:
-        context_parallel(model, meshes)
+    if mesh is not None and sizes.model > 1:
+        if not isinstance(model, Decoder):
+            raise UserError("model.backend: hf needs compute.mesh: tensor_parallel_size 1 and context_parallel_size 1")
+        if sizes.tensor > 1:
+            if model.config.head != "lm":  # a scalar head or one of the user's own is not sharded
+                plan = {**plan, **{name: WHOLE for name, _ in model.named_modules() if name.split(".")[0] == "head"}}
+            cut(model, mesh["tensor"], plan)
+        if sizes.context > 1:
+            context_parallel(model, meshes)
     if recomputed != "none":
         for block in model.layers:
             recompute(block, recomputed)
