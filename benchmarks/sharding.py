@@ -112,8 +112,8 @@ PARTS: dict[str, tuple[Callable[[int, Path], Iterator[Row]], str]] = {
     ),
     "recipes": (
         recipes,
-        "One pass of every recipe in fp32. *Loss*: the largest relative difference of a metric, of which a margin is the\n"
-        "difference of two log-probs: 2e-6 is the bound there.",
+        "One pass of every recipe in fp32. *Loss*: the largest relative difference of a metric, of which a margin is\n"
+        "the difference of two log-probs: 2e-6 is the bound there.",
     ),
     "resume": (
         resume,
