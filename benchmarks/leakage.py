@@ -1,33 +1,41 @@
 """Whether documents of packed sequences see each other: 10,000 packings for each mixer and backend. Writes
 results/leakage.md, and leakage.jsonl as it goes.
 
-    python benchmarks/leakage.py [--packings 10000] [--minutes 7] [--models qwen3_next]
+    python benchmarks/leakage.py [--packings 10000] [--minutes 7] [--models qwen3_next] [--context 1 2 4]
 
-In batches of 1,000 packings by seed (tests/model/leakage.py says what is looked at); a batch that leakage.jsonl has is
-not made again, and after so many minutes no further one is begun. Ends with status 1 if anything crossed,
-differed or was missed.
+`--context` takes the mixers whose sequences so many ranks divide; 1 is those of one process. In batches of 1,000
+packings by seed (tests/model/leakage.py says what is looked at); a batch that leakage.jsonl has is not made again, and
+after so many minutes no further one is begun. Ends with status 1 if anything crossed, differed or was missed.
 """
 
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from commands import options
 from flow_runs import commit, cpu, results_page
 from pages import Row, keep, kept, table, today, write_page
 
 from ptf.model.verify import TIE
-from tests.model.leakage import MIXERS, Mixer, batch_of, lengths, look, moved
+from tests.model.leakage import MIXERS, Mixer, batch_of, divided, lengths, look, moved
+from tests.model.ranks import on_processes
 
 RESULTS = results_page("leakage.md")
 BATCH = 1000
 FAULTY = 100  # sequences of each fault in a batch
+SIZES = {1: MIXERS, 2: divided(2), 4: divided(4)}  # by the ranks that divide a sequence
+ALL = [mixer for mixers in SIZES.values() for mixer in mixers]
+Wanted = tuple[Mixer, int, bool]  # mixer, seed, and whether forward
 
 
 def about(mixer: Mixer, seed: int, began: float) -> Row:
@@ -35,13 +43,19 @@ def about(mixer: Mixer, seed: int, began: float) -> Row:
     return {"mixer": mixer.name, "path": mixer.path, "seed": seed, "packings": BATCH, "cpu_s": spent}
 
 
+def packings(mixer: Mixer, rng: np.random.Generator) -> Iterator[tuple[list[list[int]], int]]:
+    """Draw the packings of one batch, in parts, with their width."""
+    for number in range(BATCH // mixer.sequences):
+        width = mixer.widths[number % len(mixer.widths)]
+        yield lengths(rng, mixer.sequences, width), width
+
+
 def measured(mixer: Mixer, seed: int) -> Row:
     """Of one batch."""
     rng, crossing, apart, leaking, began = np.random.default_rng(seed), 0.0, 0.0, 0, time.process_time()
     documents = ties = 0
-    for _ in range(BATCH // mixer.sequences):
-        sequences = lengths(rng, mixer.sequences)
-        found = look(mixer, batch_of(sequences, rng), rng)
+    for sequences, width in packings(mixer, rng):
+        found = look(mixer, batch_of(sequences, rng, width), rng)
         documents += sum(map(len, sequences))
         crossing, apart = max(crossing, float(found.crossing.max())), max(apart, float(found.apart.max()))
         ties += found.ties
@@ -59,9 +73,8 @@ def forward(mixer: Mixer, seed: int) -> Row:
     """Of one batch, forward: other documents' tokens are changed."""
     rng, largest, documents, began = np.random.default_rng(seed), 0.0, 0, time.process_time()
     moving = 0
-    for _ in range(BATCH // mixer.sequences):
-        sequences = lengths(rng, mixer.sequences)
-        found = moved(mixer, batch_of(sequences, rng), rng)
+    for sequences, width in packings(mixer, rng):
+        found = moved(mixer, batch_of(sequences, rng, width), rng)
         documents += sum(map(len, sequences))
         largest, moving = max(largest, float(found.max())), moving + int((found > 0).sum())
     caught = {}
@@ -113,12 +126,17 @@ sequences: with SDPA's). Mixtures of experts run in fp32, where torch multiplies
 normalises in fp32. A document that differs and has a token whose experts are chosen by a margin of at most {tie:g} is
 left out of the differences, not of what crosses: rounding chooses there. Such documents: {ties}.
 
+Where 2 or 4 ranks are named, they divide each sequence (context parallelism, on gloo), and half of the packings are 37
+tokens wide, to which the ranks add padding. The gradient is gathered from the ranks; a document alone is computed by
+one process. Some
+mixers have two key-value heads, which 4 ranks share.
+
 Faults are put in on purpose into sequences of two and more documents: the mask's borders off by one, positions that are
 not reset (transformers counts itself, and linear attention refuses them, so they have none of these), sequences shifted
 against their documents. Linear attention also: a state that goes on from document to document, and a convolution that
-reads the tokens before a document, each alone, beside softmax layers that separate the documents. Caught is a sequence
-where something crosses or differs beyond the bound: of 1,000 with the gradients, and forward, where wrong positions
-show nothing, of 250.
+reads the tokens before a document, each alone, beside softmax layers that separate the documents. On ranks also: the
+backend of a rank knows the documents of its own part only. Caught is a sequence where something crosses or differs
+beyond the bound: of 1,000 with the gradients, and forward, where wrong positions show nothing, of 250.
 
 """
 NAMES = (
@@ -129,7 +147,7 @@ NAMES = (
 
 def page(found: Sequence[Row], place: Path, packings: int) -> int:
     """Write the page; return 1 where something crossed, differed or was missed."""
-    of = {mixer: [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)] for mixer in MIXERS}
+    of = {mixer: [b for b in found if (b["mixer"], b["path"]) == (mixer.name, mixer.path)] for mixer in ALL}
     about = ABOUT.format(
         packings=packings,
         cpu=cpu(),
@@ -146,32 +164,60 @@ def page(found: Sequence[Row], place: Path, packings: int) -> int:
     return write_page(place, about, [table(NAMES, [row(mixer, both) for mixer, both in of.items() if both])], wrong)
 
 
+def missing(ledger: Path, mixers: Sequence[Mixer], packings: int) -> list[Wanted]:
+    """The batches that the ledger does not have."""
+    done = {(b["mixer"], b["path"], b["seed"], "moved" in b) for b in kept(ledger)}
+    return [
+        (mixer, seed, ahead)
+        for seed in range(-(-packings // BATCH))
+        for mixer in mixers
+        for ahead in ((True, False) if mixer.gradients else (False,))
+        if (mixer.name, mixer.path, seed, ahead) not in done
+    ]
+
+
+def make(ledger: Path, mixers: Sequence[Mixer], packings: int, ends: float, of: str) -> None:
+    """Make the batches that the ledger does not have until the time is over; all ranks together."""
+    for mixer, seed, ahead in missing(ledger, mixers, packings):
+        if summed(time.monotonic() > ends):
+            return
+        row = (forward if ahead else measured)(mixer, seed)
+        row |= {"cpu_s": round(summed(row["cpu_s"]), 1), "date": today(), "commit": of}
+        if not dist.is_initialized() or not dist.get_rank():
+            keep(ledger, row)
+            print(json.dumps(row), flush=True)
+
+
+def summed(value: float) -> float:
+    """Over the ranks, if this is one of several."""
+    total = torch.tensor(float(value))
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return float(total)
+
+
 def main() -> int:
     asked = options(
         __doc__,
         packings=(10_000, "of each mixer and backend"),
-        models=(sorted({mixer.model_type for mixer in MIXERS}), "only mixers of these families"),
+        models=(sorted({mixer.model_type for mixer in ALL}), "only mixers of these families"),
+        context=([*SIZES], "how many ranks divide a sequence"),
         minutes=float("inf"),
         results=RESULTS,
     )
     ledger, ends = asked.results.with_suffix(".jsonl"), time.monotonic() + 60 * asked.minutes
-    found, of = kept(ledger), commit()
-    done = {(b["mixer"], b["path"], b["seed"], "moved" in b) for b in found}
-    wanted = [
-        (mixer, seed, ahead)
-        for seed in range(-(-asked.packings // BATCH))
-        for mixer in MIXERS
-        for ahead in ((True, False) if mixer.gradients else (False,))
-        if (mixer.name, mixer.path, seed, ahead) not in done and mixer.model_type in asked.models
-    ]
-    for mixer, seed, ahead in wanted:
-        if time.monotonic() > ends:
-            break
-        found.append((forward if ahead else measured)(mixer, seed) | {"date": today(), "commit": of})
-        keep(ledger, found[-1])
-        print(json.dumps(found[-1]), flush=True)
-    print(f"{len(wanted) + len(done) - len(found)} of the batches asked for are missing")
-    return page(found, asked.results, asked.packings)
+    left = 0
+    for ranks in asked.context:
+        mixers = [mixer for mixer in SIZES[ranks] if mixer.model_type in asked.models]
+        task = partial(make, ledger, mixers, asked.packings, ends, commit())
+        if ranks == 1:
+            task()
+        elif missing(ledger, mixers, asked.packings):
+            with tempfile.TemporaryDirectory() as directory:
+                on_processes(ranks, task, Path(directory))
+        left += len(missing(ledger, mixers, asked.packings))
+    print(f"{left} of the batches asked for are missing")
+    return page(kept(ledger), asked.results, asked.packings)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def context_parallel(model: Decoder, meshes: Meshes) -> None:
     if unknown:
         raise UserError(f"{KEY}: {', '.join(unknown)} (model.replace) might mix tokens of different ranks; set it to 1")
     raise_if_not_divided(model.config, meshes.sizes)
-    own, attention, model.group = model.forward, model.attention, meshes.model
+    own, model.group = model.forward, meshes.model
 
     def forward(
         tokens: Tensor,
@@ -127,7 +127,7 @@ def context_parallel(model: Decoder, meshes: Meshes) -> None:
         if more[1]:
             tokens, positions, segments = F.pad(tokens, more), F.pad(positions, more), F.pad(segments, more, value=-1)
             varlen = None  # it is of sequences without padding
-        whole = ContextAttend(attention(segments, positions, varlen), group)
+        whole = ContextAttend(model.attention(segments, positions, varlen), group)
         here = [own_slice(t, group) for t in (tokens, positions, segments)]
         out = own(*here, partial(_of_whole_sequences, head_fn, group, length), whole, **inputs)
         _sum_routings(model, group)

@@ -6,30 +6,38 @@ It is exactly zero at the other documents unless something of them was read; a w
 and one backward pass. Forward, every token of the other documents is changed, and no bit may move. In fp64 a document
 of a packed sequence also equals the same document alone, to rounding, so wrong positions are found too. Faults that are
 put in on purpose must be found in every sequence that can show them.
+
+A mixer whose sequences are divided among ranks is measured by all of them together, from the same generator.
 """
 
+import copy
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ptf.config.sections.compute import MeshSizes
 from ptf.data.batch import Batch
 from ptf.data.document import Document
+from ptf.meshes import Meshes
 from ptf.model import bridge, hf_backend
+from ptf.model.context_parallel import context_parallel
 from ptf.model.families import family_of
 from ptf.model.kernels import attention
 from ptf.model.kernels.attention import Flex, PackedDelta, PerDocument
 from ptf.model.kernels.delta_rule import Chunks
 from ptf.model.reference import random_reference
 from ptf.model.rounding import Margins
+from ptf.model.tensor_parallel import all_gather
 from ptf.model.verify import TIE
 from tests.model.foreign import foreign
 
@@ -46,7 +54,8 @@ class Mixer:
 
     `backend` is PerDocument, Flex, or None where transformers decides. `bound` is the largest permitted difference
     between a packed document and the same one alone, as a share of the largest output. `settings` replace values of
-    the family's small config. `sequences` is the number of sequences in a batch."""
+    the family's small config. `sequences` is the number of sequences in a batch; each is divided among `context` ranks,
+    which are those of the process group."""
 
     name: str
     model_type: str
@@ -55,6 +64,7 @@ class Mixer:
     dtype: torch.dtype = torch.float64
     settings: tuple[tuple[str, Any], ...] = field(default=(), hash=False)  # values may be lists: `layer_types`
     sequences: int = 500
+    context: int = 1
 
     @property
     def gradients(self) -> bool:
@@ -63,14 +73,16 @@ class Mixer:
         return self.backend is not Flex
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The widths of its batches, in turn; ranks do not divide all of them."""
+        return (SEQ_LEN,) if self.context == 1 else (SEQ_LEN, SEQ_LEN - 3)
+
+    @property
     def path(self) -> str:
-        return (
-            "transformers"
-            if self.backend is None
-            else "FlexAttention's mask"
-            if self.backend is Flex
-            else "SDPA per document"
-        )
+        if self.backend is None:
+            return "transformers"
+        path = "FlexAttention's mask" if self.backend is Flex else "SDPA per document"
+        return path if self.context == 1 else f"{path}, {self.context} ranks"
 
     @property
     def faults(self) -> "dict[str, Fault]":
@@ -79,7 +91,8 @@ class Mixer:
         faults of its state alone and of its convolution alone, beside softmax layers that separate the documents."""
         linear = self.model_type.startswith(("qwen3_5", "qwen3_next"))
         wrong = {POSITIONS_NOT_RESET} if self.backend is None or linear else set()
-        return {name: fault for name, fault in (FAULTS | (OF_LINEAR if linear else {})).items() if name not in wrong}
+        known = FAULTS | (OF_LINEAR if linear else {}) | (OF_CONTEXT if self.context > 1 else {})
+        return {name: fault for name, fault in known.items() if name not in wrong}
 
     @property
     def crossing_faults(self) -> "dict[str, Fault]":
@@ -128,8 +141,38 @@ MIXERS = [
 ]
 
 
+def of_heads(number: int, kv: int, **more: Any) -> tuple[tuple[str, Any], ...]:
+    """Return settings of so many heads, and these."""
+    return tuple({"num_attention_heads": number, "num_key_value_heads": kv, **more}.items())
+
+
+LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+# each is also looked at with its sequences divided among 2 and 4 ranks; with more ranks than key-value heads, too
+OF_RANKS = [
+    Mixer("softmax", "llama", PerDocument, settings=of_heads(8, 2)),
+    Mixer("sliding windows and whole, sinks, experts", "gpt_oss", PerDocument, settings=of_heads(8, 2), **EXPERTS),
+    Mixer("sliding windows and whole, soft-capped", "gemma2", PerDocument, settings=of_heads(8, 4)),
+    Mixer("latent", "deepseek_v3", PerDocument, settings=of_heads(4, 4), **EXPERTS),
+    Mixer("linear and softmax", "qwen3_5_text", PerDocument, settings=of_heads(8, 2, **LINEAR)),
+]
+
+
+def divided(ranks: int) -> list[Mixer]:
+    """Return the mixers whose sequences are divided among so many ranks."""
+    return [replace(mixer, context=ranks) for mixer in OF_RANKS]
+
+
 @cache
 def model_of(mixer: Mixer) -> Any:
+    """Return the mixer's random model; ranks that divide its sequences call it together."""
+    if mixer.context == 1:
+        return random_model(mixer)
+    model = copy.deepcopy(model_of(replace(mixer, context=1)))
+    context_parallel(model, Meshes.of("cpu", MeshSizes(context=mixer.context)))
+    return model
+
+
+def random_model(mixer: Mixer) -> Any:
     """Return a tiny model with random weights, in the mixer's precision."""
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
@@ -144,12 +187,12 @@ def model_of(mixer: Mixer) -> Any:
         return bridge.load(directory).to(mixer.dtype)
 
 
-def lengths(rng: np.random.Generator, sequences: int) -> list[list[int]]:
-    """Return random lengths of the documents of each sequence: one to nine documents of at least one token; some
-    sequences end in padding."""
+def lengths(rng: np.random.Generator, sequences: int, width: int = SEQ_LEN) -> list[list[int]]:
+    """Return random lengths of the documents of each sequence of this width: one to nine documents of at least one
+    token; some sequences end in padding."""
     found = []
     for _ in range(sequences):
-        room = SEQ_LEN if rng.random() < 0.6 else int(rng.integers(1, SEQ_LEN + 1))
+        room = width if rng.random() < 0.6 else int(rng.integers(1, width + 1))
         cuts = (
             np.sort(rng.choice(np.arange(1, room), min(int(rng.integers(0, 9)), room - 1), replace=False))
             if room > 1
@@ -159,7 +202,7 @@ def lengths(rng: np.random.Generator, sequences: int) -> list[list[int]]:
     return found
 
 
-def batch_of(sequences: list[list[int]], rng: np.random.Generator) -> Batch:
+def batch_of(sequences: list[list[int]], rng: np.random.Generator, width: int = SEQ_LEN) -> Batch:
     """Return a batch of documents of these lengths. Neighbouring tokens differ, so that attending to the wrong one
     changes the output."""
     found = []
@@ -168,14 +211,14 @@ def batch_of(sequences: list[list[int]], rng: np.random.Generator) -> Batch:
         found.append(
             [(Document(part, np.ones(len(part), np.float32)),) for part in np.split(tokens, np.cumsum(each)[:-1])]
         )
-    return Batch.of(found, SEQ_LEN)
+    return Batch.of(found, width)
 
 
 def outputs(
     model: Any, batch: Batch, backend: Any, segments: Tensor | None = None, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the last layer's output for each token, [B, T, D], and the embeddings that it was computed from.
-    `segments` and `positions` replace those of the batch."""
+    """Return the last layer's output for each token, [B, T, D], and the embeddings that it was computed from, of a
+    group of ranks this one's part. `segments` and `positions` replace those of the batch."""
     segments, positions = (
         batch.segments if segments is None else segments,
         batch.positions if positions is None else positions,
@@ -186,8 +229,9 @@ def outputs(
         lambda module, args, out: seen.append(out.detach().requires_grad_(torch.is_grad_enabled())) or seen[-1]
     )
     try:
-        attend = None if backend is None else backend(segments, positions)
-        found = model(batch.tokens, positions, segments, lambda x, head: x, attend)
+        if backend is not None:
+            model.attention = lambda segments, positions, varlen: backend(segments, positions)
+        found = model(batch.tokens, positions, segments, lambda x, head: x)
     finally:
         hook.remove()
     return found, seen[0]
@@ -195,7 +239,9 @@ def outputs(
 
 def at_tokens(model: Any, batch: Batch, gradient: Tensor, segments: Tensor) -> Tensor:
     """Return the gradient of the embeddings at the batch's tokens, [B, T, D]. Transformers gets one sequence a
-    document, so its gradient is moved back to the places of the tokens."""
+    document, so its gradient is moved back to the places of the tokens; a rank has that of its part."""
+    if model.group is not None:
+        return all_gather(gradient, model.group)[:, : batch.tokens.shape[1]]
     if gradient.shape[:2] == batch.tokens.shape:
         return gradient
     index, _ = hf_backend.document_places(segments)
@@ -242,25 +288,25 @@ def as_they_are(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.segments, batch.positions
 
 
+def unchanged(segments: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return segments, positions
+
+
 @dataclass(frozen=True)
 class Fault:
-    """Something wrong: the segments and positions that a model is told of a batch, or what linear attention makes of
-    them."""
+    """Something wrong: the segments and positions that a model is told of a batch, those that its backend is told, or
+    what linear attention makes of them."""
 
     told: Callable[[Batch], tuple[Tensor, Tensor]] = as_they_are
+    backend_told: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = unchanged
     delta: Callable[[Tensor, Tensor], PackedDelta] = PackedDelta
 
-    def backend(self, kind: Any) -> Any:
-        """Return the backend with this linear attention."""
-        if self.delta is PackedDelta:
-            return kind
-
-        def attend(segments: Tensor, positions: Tensor) -> Any:
-            found = kind(segments, positions)
+    def backend(self, kind: Any, segments: Tensor, positions: Tensor) -> Any:
+        """Return the backend of this kind, with the fault."""
+        found = kind(*self.backend_told(segments, positions))
+        if self.delta is not PackedDelta:
             found.packed_delta = self.delta(segments, positions)
-            return found
-
-        return attend
+        return found
 
 
 def mask_off_by_one(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -278,6 +324,18 @@ def positions_not_reset(batch: Batch) -> tuple[Tensor, Tensor]:
 def row_shifted(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return segments that are shifted right by one token."""
     segments = torch.cat((batch.segments[:, :1], batch.segments[:, :-1]), 1)
+    return segments, _counted(segments)
+
+
+def of_own_part(segments: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return segments as if this rank knew its own part only: its first document begins with the sequence, and its last
+    one ends with it."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    own, size = segments.chunk(ranks, 1)[rank], segments.shape[1] // ranks
+    row = torch.arange(len(segments))[:, None]
+    first = torch.where(own[:, :1] < 0, segments.max() + 1 + row, own[:, :1])
+    before, behind = first.expand(-1, rank * size), own[:, -1:].expand(-1, (ranks - rank - 1) * size)
+    segments = torch.cat((before, own, behind), 1)
     return segments, _counted(segments)
 
 
@@ -308,6 +366,7 @@ FAULTS = {
     POSITIONS_NOT_RESET: Fault(positions_not_reset),
     "row shifted": Fault(row_shifted),
 }
+OF_CONTEXT = {"backend of a rank's own part": Fault(backend_told=of_own_part)}
 OF_LINEAR = {"state kept": Fault(delta=state_kept), "convolution across": Fault(delta=convolution_across)}
 
 
@@ -337,7 +396,8 @@ class _Question:
     ) -> "_Question":
         """Choose some documents at random; with a fault those of odd or of even number. A fault goes to the next
         document, so the first of a sequence shows none."""
-        told, backend = (as_they_are, mixer.backend) if fault is None else (fault.told, fault.backend(mixer.backend))
+        told = as_they_are if fault is None else fault.told
+        backend = mixer.backend if fault is None or mixer.backend is None else partial(fault.backend, mixer.backend)
         real, number = batch.segments >= 0, batch.segments - batch.segments[:, :1]
         odd = bool(rng.random() < 0.5) if fault is None else odd
         asked = real & (number % 2 == int(odd))
@@ -362,7 +422,7 @@ class _Question:
 def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | None = None) -> Found:
     """Measure the leaks of a batch: some of its documents are chosen, and no other document may affect their
     outputs."""
-    model, real = model_of(mixer), batch.segments >= 0
+    model, whole, real = model_of(mixer), model_of(replace(mixer, context=1)), batch.segments >= 0
     question = _Question.drawn(mixer, batch, rng, fault)
     with uncompiled(), torch.set_grad_enabled(mixer.gradients):
         said, embedded = question.answer(model, batch)
@@ -375,12 +435,12 @@ def look(mixer: Mixer, batch: Batch, rng: np.random.Generator, fault: Fault | No
             crossing = question.moved(model, batch, said)
     with uncompiled(), torch.no_grad():
         # what FlexAttention finds in a sequence is what SDPA finds of a document
-        one_by_one = alone(model, batch, mixer.backend and PerDocument)
+        one_by_one = alone(whole, batch, mixer.backend and PerDocument)
     apart = torch.where(real, (said.detach() - one_by_one).abs().amax(-1), 0) / one_by_one.abs().max()
     ties = 0
     if fault is None and bool((apart > mixer.bound).any()):
         with uncompiled(), torch.no_grad(), Margins() as margins:
-            question.answer(model, batch)
+            question.answer(whole, batch)
         tied = with_ties(batch.segments, margins.seen)
         ties = len(batch.segments[tied & (apart > mixer.bound)].unique())
         apart = apart.masked_fill(tied, 0)
