@@ -3,7 +3,8 @@ of attention are compiled. Writes results/rehearsal.md.
 
     python benchmarks/rehearsal.py
 
-Needs a C++ compiler. Exits 1 if a step waits more than twice, or if a variant is not compiled before the first step.
+Needs a C++ compiler. Exits 1 if a step waits more than twice, if a variant is not compiled before the first step, or if
+ranks that divide the sequences sum something in no fixed order that one rank does not.
 """
 
 import sys
@@ -19,13 +20,21 @@ def main() -> int:
     # here, because the pretend GPU's process imports this module, and must not import torch with it
     from benchmarks.flow_runs import commit, results_page
     from benchmarks.pages import table, today, write_page
+    from ptf.config.sections.compute import MeshSizes
     from tests.gpu_rehearsal.pretend import PretendCuda, build
-    from tests.gpu_rehearsal.step import RECIPES, host_syncs, variants
+    from tests.gpu_rehearsal.step import RECIPES, host_syncs, on_ranks, variants
 
     cases = [*(("Qwen3-0.6B", recipe) for recipe in RECIPES), *((shape, "sft") for shape in OTHERS)]
     pretend, missed = PretendCuda(build()), []
-    rows = []
+    rows, of_ranks = [], []
     try:
+        for recomputed in ("none", "block", "offload", "selective"):
+            for sizes in (MeshSizes(), MeshSizes(context=2), MeshSizes(context=2, tensor=2)):
+                counts, sums = pretend(on_ranks, sizes, recomputed)
+                of_ranks.append([sizes, recomputed, sum(counts.values()), sum(sums.values())])
+                if of_ranks[-1][2:] != [MOST, of_ranks[0][3]]:
+                    missed.append(f"{sizes}, {recomputed}")
+                print(*of_ranks[-1], flush=True)
         for shape, recipe in cases:
             waits = sum(pretend(host_syncs, shape, recipe).values())
             warmed, used = map(set, pretend(variants, shape, recipe))
@@ -46,7 +55,14 @@ def main() -> int:
         "Bytes a parameter are on [plans.md](plans.md), upper bounds of MFU on [roofline.md](roofline.md).\n\n"
     )
     names = "model | recipe | waits of the host in a step | variants of attention | of them compiled before step 1"
-    return write_page(results_page("rehearsal.md"), about, [table(names, rows)], missed)
+    names_of_ranks = "ranks | recomputation | waits of the host in a step | sums in no fixed order"
+    ranks = (
+        "\nQwen3-0.6B and `sft` with FSDP, as the first of the ranks sees it, by what is recomputed. A sum in no\n"
+        "fixed order adds values wherever an index says: one rank has those of the documents' losses, which are\n"
+        "metrics, and ranks that divide the sequences may add none.\n"
+    )
+    lines = [table(names, rows), ranks, table(names_of_ranks, of_ranks)]
+    return write_page(results_page("rehearsal.md"), about, lines, missed)
 
 
 if __name__ == "__main__":

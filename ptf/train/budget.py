@@ -349,7 +349,7 @@ def _frozen_model(
 
 
 @contextlib.contextmanager
-def fake_meshes(sizes: MeshSizes) -> Iterator[Meshes]:
+def fake_meshes(sizes: MeshSizes, device: str = "cpu") -> Iterator[Meshes]:
     """Build meshes of ranks that do not exist, as the first rank sees it, which holds the most.
 
     Raises UserError inside another process group.
@@ -360,7 +360,7 @@ def fake_meshes(sizes: MeshSizes) -> Iterator[Meshes]:
         raise UserError("ptf plan must run in a process without a process group")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sizes.ranks)
     try:
-        yield Meshes.of("cpu", sizes)
+        yield Meshes.of(device, sizes)
     finally:
         dist.destroy_process_group()
 

@@ -13,6 +13,9 @@ aten = torch.ops.aten
 VALUES = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 SHAPES = {aten.nonzero.default, aten.bincount.default, aten._unique2.default, aten.unique_dim.default}
 SHAPES |= {aten.masked_select.default, aten.repeat_interleave.Tensor}
+# they add values wherever an index says; these with `accumulate`
+SUMS = {aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.bincount}
+PUTS = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._index_put_impl_}
 
 
 class HostSyncs(TorchDispatchMode):
@@ -50,6 +53,25 @@ class HostSyncs(TorchDispatchMode):
                 least = args[2] if len(args) > 2 else kwargs.get("minlength", 1)
                 return args[0].new_empty(least, dtype=torch.int64)
         result = function(*args, **kwargs)
-        if function in (aten._to_copy.default, aten.copy_.default) and result.device.type == "cpu":
+        # a copy that need not be complete is one to page-locked memory (`offload`)
+        waits = function is aten._to_copy.default or (function is aten.copy_.default and not any(args[2:]))
+        if waits and result.device.type == "cpu":
             self.counts["copy to the CPU"] += 1
         return result
+
+
+class UnorderedSums(TorchDispatchMode):
+    """Counts operations that add floating-point values wherever an index says, and all that were dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.all = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet, self.all = function.overloadpacket, self.all + 1
+        put = packet in PUTS and len(args) > 3 and args[3]
+        one = packet in (aten.scatter_add, aten.scatter_add_) and args[2].shape[args[1]] == 1  # for each place
+        if (packet in SUMS and args[0].is_floating_point() and not one) or put:
+            self.counts[packet.__name__] += 1
+        return function(*args, **(kwargs or {}))

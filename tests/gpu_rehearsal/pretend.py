@@ -5,6 +5,7 @@ source, beside the packages of the environment. Torch must not be imported befor
 for it; functions that it runs are given by reference, from modules that it imports itself.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -68,6 +69,13 @@ def _load(library: str) -> None:
 
     torch.cuda._lazy_init = lambda: None  # it refuses a build without CUDA
     torch.Tensor.pin_memory = lambda tensor: tensor  # fake tensors have no page-locked memory
+    # a build without CUDA has neither, and FSDP asks for them
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.Stream = lambda device=None, priority=0: torch.Stream("cuda")
+    torch.cuda.Event = lambda: torch.Event("cuda")
+    torch.cuda.current_stream = torch.accelerator.current_stream
+    torch.cuda.stream = contextlib.nullcontext
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

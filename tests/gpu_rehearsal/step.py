@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.published_shapes import write_config
 from ptf.compute.world import World
+from ptf.config.sections.compute import MeshSizes
 from ptf.config.sections.train import TrainConfig
 from ptf.data.batch import Batch
 from ptf.data.document import Document, PackUnit
@@ -22,6 +24,8 @@ from ptf.model.kernels import attention
 from ptf.model.kernels.choice import Kernels
 from ptf.model.kernels.document_mask import DocumentMasks
 from ptf.model.layers import LayerFactory
+from ptf.model.recompute import Recompute
+from ptf.model.sharding import parallelize
 from ptf.recipes.dpo.recipe import DPO
 from ptf.recipes.grpo.recipe import GRPO
 from ptf.recipes.kd.config import TeacherConfig
@@ -29,14 +33,16 @@ from ptf.recipes.kd.recipe import KD
 from ptf.recipes.protocol import Recipe
 from ptf.recipes.rm.recipe import RM
 from ptf.recipes.sft.recipe import SFT
+from ptf.train.budget import fake_meshes
 from ptf.train.trainer import Trainer
 from ptf.train.warm_up import warm_up
-from tests.gpu_rehearsal.host_syncs import HostSyncs
+from tests.gpu_rehearsal.host_syncs import HostSyncs, UnorderedSums
 from tests.recipes.of_keys import of_keys
 from tests.tiny import sample
 
 GPU = torch.device("cuda", 0)
 SEQ_LEN = 2048
+SEARCH = "_compute_coordinate_on_dim"
 
 
 def rollout(length: int, seed: int) -> Document:
@@ -93,11 +99,16 @@ def loss_kernel(logits: Tensor, targets: Tensor, weights: Tensor, out: Tensor) -
     return logits.new_empty(len(logits))
 
 
-def decoder(shape: str, head: Any = "lm", layers: int = 2) -> Decoder:
-    """A model of a published shape with few layers, in bf16, without values."""
+def built(shape: str, head: Any = "lm", layers: int = 2) -> Decoder:
+    """A model of a published shape with few layers, without memory."""
     with tempfile.TemporaryDirectory() as directory:
         factory = LayerFactory(kernels=Kernels(loss_of_rows=loss_kernel))
-        model = bridge.build(write_config(shape, Path(directory), num_hidden_layers=layers), head=head, factory=factory)
+        return bridge.build(write_config(shape, Path(directory), num_hidden_layers=layers), head=head, factory=factory)
+
+
+def decoder(shape: str, head: Any = "lm") -> Decoder:
+    """A model of a published shape with few layers, in bf16, without values."""
+    model = built(shape, head)
     for module in model.modules():
         for key, old in module._parameters.items():
             if old is not None:
@@ -148,6 +159,25 @@ def variants(shape: str, name: str) -> list[list[str]]:
         with torch.no_grad():
             recipe.loss(model, batches[0].to(GPU), frozen_models)
     return [warmed, sorted(kinds)]
+
+
+def on_ranks(sizes: MeshSizes, recomputed: Recompute) -> tuple[dict[str, int], dict[str, int]]:
+    """How often a step of Qwen3-0.6B waits for the GPU on the first of these ranks, and its sums in no fixed order."""
+    attention._compiled_flex = lambda: fused_attention
+    recipe = RECIPES["sft"]
+    with (
+        fake_meshes(sizes, GPU.type) as meshes,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        # a mesh looks for its rank among numbers of the host, which are no fake ones
+        patch.setattr(DeviceMesh, SEARCH, unset_fake_temporarily()(getattr(DeviceMesh, SEARCH)))
+        model = parallelize(built("Qwen3-0.6B"), meshes, "bf16", recomputed=recomputed)
+        model.to_empty(device=GPU)
+        trainer = Trainer(model, World(meshes=meshes, device=GPU), TrainConfig(steps=1, lr=1e-3))
+        with HostSyncs() as syncs, UnorderedSums() as sums:
+            trainer.step(micro(recipe), recipe, 0)
+    return dict(+syncs.counts), dict(sums.counts)
 
 
 def host_syncs(shape: str, name: str) -> dict[str, int]:

@@ -1,40 +1,18 @@
 """A mixture of experts on a GPU: the host waits for nothing, and no sum depends on the order that a GPU adds in."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptf.model.config import DecoderConfig, Layer, MoE, Rope
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
 from ptf.model.moe import MixtureOfExperts
 from ptf.model.tensor_parallel import own_experts
-from tests.gpu_rehearsal.host_syncs import HostSyncs
-
-aten = torch.ops.aten
-SUMS = {aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.bincount}
-PUTS = {aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._index_put_impl_}
-
-
-class UnorderedSums(TorchDispatchMode):
-    """Counts operations that add floating-point values wherever an index says, and all that were dispatched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.all = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet, self.all = function.overloadpacket, self.all + 1
-        put = packet in PUTS and len(args) > 3 and args[3]
-        if (packet in SUMS and args[0].is_floating_point()) or put:
-            self.counts[packet.__name__] += 1
-        return function(*args, **(kwargs or {}))
+from tests.gpu_rehearsal.host_syncs import HostSyncs, UnorderedSums
 
 
 class Group:
