@@ -56,12 +56,6 @@ def to_heads(parts: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     return [of_part.unflatten(-1, shape) for of_part, shape in zip(columns, shapes, strict=True)]
 
 
-def to_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Turn [B, T, heads, D] of this rank's heads into [B, T / ranks, heads · ranks, D] of this rank's tokens."""
-    blocks = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # [ranks, B, t, heads, D]
-    return exchange(blocks, group, _swapped, _swapped).movedim(0, 2).flatten(2, 3)
-
-
 class ContextAttend:
     """An `Attend` of this rank's tokens, by one of whole sequences."""
 
@@ -70,12 +64,21 @@ class ContextAttend:
 
     def __call__(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [B, t, heads, V]; the arguments are those of `Attend`, for t tokens."""
+        return self.to_tokens(self.of_heads(layer, q, k, v))
+
+    def of_heads(self, layer: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output of this rank's heads [B, T, heads / ranks, V]."""
         copies = max(1, self.group.size() // k.shape[2])  # ranks that share a key-value head have one each
         k, v = (t if copies == 1 else t.repeat_interleave(copies, 2) for t in (k, v))
         sinks = None if layer.sinks is None else self._own(layer.sinks)
         cap = getattr(layer, "softcap", None)
         heads = SimpleNamespace(window=layer.window, scale=layer.scale, softcap=cap, sinks=sinks)
-        return to_tokens(self.whole(heads, *to_heads((q, k, v), self.group)), self.group)
+        return self.whole(heads, *to_heads((q, k, v), self.group))
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """Turn [B, T, heads / ranks, D] of this rank's heads into [B, t, heads, D] of its tokens, in one exchange."""
+        blocks = x.unflatten(1, (self.group.size(), -1)).transpose(0, 1)  # [ranks, B, t, heads / ranks, D]
+        return exchange(blocks, self.group, _swapped, _swapped).movedim(0, 2).flatten(2, 3)
 
     def delta(self, layer: Any, qkv: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Return the output of linear attention [B, t, value_heads, value_dim]; see `Attend`."""
@@ -93,7 +96,7 @@ class ContextAttend:
         heads.heads = partial(GatedDeltaNet.heads, heads)
         own = torch.cat([t.flatten(2) for t in channels], -1)
         out = self.whole.delta(heads, own, decay.squeeze(-1), strength.squeeze(-1).to(beta.dtype))
-        return to_tokens(out, self.group)
+        return self.to_tokens(out)
 
     def _own(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank's heads, of rows by head."""

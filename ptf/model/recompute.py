@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ptf.model.kernels.attention import Attend
 from ptf.model.kernels.matrix_product import OPERATOR
 
 Recompute = Literal["none", "block", "offload", "selective"]
@@ -29,22 +28,27 @@ SAVED |= set() if OPERATOR is None else {OPERATOR.default}
 
 
 class _Kept:
-    """An `Attend` that runs once: in the recomputation it returns the outputs of the forward pass."""
+    """An `Attend` that runs once: in the recomputation it returns the outputs of the forward pass.
 
-    def __init__(self, attend: Attend) -> None:
+    What ranks exchange after attention is exchanged again: attention keeps its output, so it would be kept twice.
+    """
+
+    def __init__(self, attend: Any) -> None:
         self.attend, self.outputs = attend, deque[Tensor]()
+        self.run = getattr(attend, "of_heads", attend)
+        self.exchanged: Callable[[Tensor], Tensor] = getattr(attend, "to_tokens", lambda out: out)
         self.inside = self.again = False  # attention runs; the block is recomputed
 
     def __call__(self, *inputs: Any) -> Tensor:
         if self.again:
-            return self.outputs.popleft()
+            return self.exchanged(self.outputs.popleft())
         self.inside = True
         with saved_tensors_hooks(lambda t: t, lambda t: t):  # in place of the hooks that drop what is saved
-            out = self.attend(*inputs)
+            out = self.run(*inputs)
         self.inside = False
         if torch.is_grad_enabled():
             self.outputs.append(out.detach().requires_grad_(out.requires_grad))
-        return out
+        return self.exchanged(out)
 
     def delta(self, *inputs: Any) -> Tensor:
         """Run linear attention, in the forward pass and again in the recomputation: what is inside is not saved."""

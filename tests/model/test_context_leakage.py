@@ -1,4 +1,4 @@
-"""Documents of a packed sequence that ranks divide never see each other; benchmarks/leakage.py looks at more of them."""
+"""Documents of a packed sequence that ranks divide never see each other; benchmarks/leakage.py looks at more."""
 
 from functools import partial
 from pathlib import Path
