@@ -58,8 +58,8 @@ def main() -> int:
     names_of_ranks = "ranks | recomputation | waits of the host in a step | sums in no fixed order"
     ranks = (
         "\nQwen3-0.6B and `sft` with FSDP, as the first of the ranks sees it, by what is recomputed. A sum in no\n"
-        "fixed order adds values wherever an index says: one rank has those of the documents' losses, which are\n"
-        "metrics, and ranks that divide the sequences may add none.\n"
+        "fixed order adds values wherever an index says: one rank has those of the documents' losses and counts,\n"
+        "which are metrics, and ranks that divide the sequences may add none.\n"
     )
     lines = [table(names, rows), ranks, table(names_of_ranks, of_ranks)]
     return write_page(results_page("rehearsal.md"), about, lines, missed)
