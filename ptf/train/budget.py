@@ -158,10 +158,12 @@ class _Run:
         # the loss of a chunk of logits: in fp32, with the gradient that a GEMM of 16 bits reads, and with the slopes;
         # FSDP frees the last layer that it gathered when it gathers the next
         logits = self._chunk(sizes, dim) * (1 + (self.element == 2) / 2 + self.softcapped)
-        logits += 2 * self._tokens * dim * self.element
-        if self.contexts > 1:  # hidden states of all ranks, of which the trained ones are taken
-            logits += self._tokens * dim * self.element
-        yield at(saved, int(sharded), logits=logits + (4 / self.contexts + self.element) * head)
+        # hidden states of all ranks: the trained ones and their gradients, and those of which they are taken; of this
+        # rank: what the last layer put out, and the norm of it
+        copies = 2 + (self.contexts > 1) + 2 / self.contexts
+        logits += copies * self._tokens * dim * self.element
+        # the gradient of this rank's rows of the head, in fp32 and as it is given back
+        yield at(saved, int(sharded), logits=logits + (4 + self.element) * head / self.contexts)
         # backward of the last layer: its gradients are computed, the next layer is gathered, and the head's gradient
         # waits for the embedding's
         ahead = 2 if sharded and len(layers) > 1 else 1
