@@ -120,8 +120,9 @@ def _online_lines(plan: OnlineBudget) -> list[RenderableType]:
         ),
         (
             f"update: {update.flops:.3g} FLOPs for {update.tokens:,} tokens, {update.seconds:.3g} s on "
-            f"{update.mesh.ranks} GPUs"
+            f"{update.mesh.ranks} GPUs ({update.mesh})"
         ),
+        *_context_lines(update),
         *(f"does not fit: {problem}" for problem in plan.problems),
     ]
     return [
@@ -189,9 +190,14 @@ def _budget_lines(step: Budget) -> list[str]:
     ]
     if not step.fits:
         lines.append(f"does not fit: {step.memory.largest} take most; --fit finds what to change")
-    if step.mesh.context > 1:
-        lines.append(
-            "compute.mesh.context_parallel_size is for documents that do not fit a GPU: packed short rows train faster "
-            "as more, shorter sequences"
-        )
-    return lines
+    return lines + _context_lines(step)
+
+
+def _context_lines(step: Budget) -> list[str]:
+    """Return what to know of a mesh that divides sequences."""
+    if step.mesh.context == 1:
+        return []
+    return [
+        "compute.mesh.context_parallel_size is only for documents that do not fit a GPU: packed short rows train "
+        "faster as more, shorter sequences"
+    ]

@@ -317,7 +317,7 @@ def frozen_memory(
     job: Job, directory: Path, workers: int, head: Literal["lm", "scalar"] = "lm", length: int | None = None
 ) -> Memory:
     """Return the memory of a role whose model is not trained, while it computes; `length` is that of a
-    sequence (default: data.seq_len) and at most what the model can read.
+    sequence, as far as the model reads it (default: data.seq_len).
 
     Raises UserError for a model that cannot be sharded so.
     """
@@ -330,7 +330,7 @@ def frozen_memory(
         layers = _layers(model, dtype, ranks, compiled=job.train.compile is not False)
         parallelize(model, meshes, precision)
         sizes = _sizes(model)
-    length = min(length or job.data.seq_len, model.config.max_positions)
+    length = min(length, model.config.max_positions) if length else job.data.seq_len
     held = frozen_dtype(directory, precision, exported=False).itemsize
     run = _Run("none", job.train.micro_batch_sequences, length, dtype.itemsize, held, contexts=ranks.context)
     return run.forward(sizes, layers, model.config.dim)

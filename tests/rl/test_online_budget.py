@@ -68,6 +68,21 @@ def test_what_is_compiled_takes_less_in_every_phase_with_activations(tmp_path) -
         assert less == expected
 
 
+def test_ranks_that_divide_the_sequences_need_less_in_every_phase_with_activations(tmp_path) -> None:
+    long = {"sources": {"a": {"path": "a.jsonl", "kind": "prompt"}}, "seq_len": 16384}
+    algo = {"kl_coef": 0.01, "update_epochs": 2}
+    whole, divided = (
+        planned(tmp_path, recipe="ppo", algo=algo, data=long, compute={"mesh": {"context_parallel_size": size}}).pools[
+            0
+        ]
+        for size in (1, 2)
+    )
+    less = {phase for phase in divided.phases if divided.total(phase) < 0.7 * whole.total(phase)}
+    assert less == {"update", "logprobs", "reference", "update critic", "values"}
+    # weights and averages are divided over all ranks as before
+    assert all(divided.total(phase) == whole.total(phase) for phase in divided.phases.keys() - less)
+
+
 def test_a_policy_alone_has_an_update_a_rollout_and_a_sync(tmp_path) -> None:
     plan = planned(tmp_path)
     (pool,) = plan.pools

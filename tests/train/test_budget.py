@@ -231,11 +231,11 @@ def test_what_cannot_be_planned_is_refused(tmp_path, more, message) -> None:
         planned(tmp_path, DENSE, 8, **more)
 
 
-@pytest.mark.parametrize("name", ["qwen3_0p6b", "qwen3_235b_a22b"])
+@pytest.mark.parametrize("name", ["sft/qwen3_0p6b", "sft/qwen3_235b_a22b", "scale/qwen3_8b_256k"])
 def test_configs_of_real_models_can_be_planned_from_a_config_json(tmp_path, name, capsys) -> None:
     """Their config.json is on the hub; here a small one of the same family stands for it."""
-    directory(tmp_path, DENSE if "0p6b" in name else MOE)
-    assert main(["plan", f"configs/sft/{name}.yaml", "--workers", "8", "--set", f"model.path={tmp_path}"]) in (0, 1)
+    directory(tmp_path, MOE if "235b" in name else DENSE)
+    assert main(["plan", f"configs/{name}.yaml", "--workers", "8", "--set", f"model.path={tmp_path}"]) in (0, 1)
     assert "GiB on each GPU" in capsys.readouterr().out
 
 

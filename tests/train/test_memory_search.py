@@ -60,6 +60,37 @@ def test_the_first_that_fits_costs_least(tmp_path: Path, room: float) -> None:
     assert len(asked) <= len(trials) + 1
 
 
+def test_a_document_that_no_gpu_holds_is_divided(tmp_path: Path) -> None:
+    def plan(setting: Setting) -> Room:
+        if "compute.mesh.tensor_parallel_size" in setting.keys:
+            raise UserError("there is one key-value head")
+        units = 8 / int(setting.keys.get("compute.mesh.context_parallel_size", 1))
+        return Room(units, units <= 2)
+
+    trials = list(search(loads(job(tmp_path)), 8, plan))
+    assert trials[-1].fits
+    assert trials[-1].setting == Setting(8, {"compute.mesh.context_parallel_size": "4"})
+
+
+@pytest.mark.long
+def test_what_is_found_for_256k_tokens_is_a_size_that_the_plan_confirms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory(tmp_path, {**DENSE, "num_key_value_heads": 1})
+    file = tmp_path / "job.yaml"
+    file.write_text(job(tmp_path, micro_batch_sequences=1, activation_checkpointing="block"))
+    given = ["plan", str(file), "--gpu-memory-gib", "2.8", "--set", "data.seq_len=262144"]
+    assert main([*given, "--workers", "8"]) == 1
+    capsys.readouterr()
+    assert main([*given, "--workers", "8", "--fit"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "8 GPUs, compute.mesh.tensor_parallel_size: 2" in text
+    assert "--workers 8 --set compute.mesh.context_parallel_size=4" in text
+    assert "× context 4 ×" in text
+    assert "only for documents that do not fit a GPU" in text
+    assert main([*given, "--workers", "8", "--set", "compute.mesh.context_parallel_size=2"]) == 1, "negative control"
+
+
 def test_without_any_that_fits_every_number_of_gpus_was_tried(tmp_path: Path) -> None:
     trials = list(search(loads(job(tmp_path)), 8, planned(0.0, [])))
     assert not any(trial.fits for trial in trials)
