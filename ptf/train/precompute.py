@@ -24,7 +24,7 @@ from torch import Tensor
 from ptf import storage
 from ptf.compute.provenance import code
 from ptf.compute.world import World
-from ptf.config import Job, resolve
+from ptf.config import Job, dump, loads, resolve
 from ptf.config.plugin_code import code_of
 from ptf.config.sections.data import Source
 from ptf.config.sections.model import ModelConfig
@@ -64,12 +64,14 @@ def precompute_sources(
     starts from; `load` loads the others.
     """
 
-    def places() -> tuple[Job, dict[str, str], list[str]]:
+    def places() -> tuple[str, dict[str, str], list[str]]:
         with_tokens = resolve(job, tokenized=tokenize(job, tokenizer, 1))
         found = _named(with_tokens, recipe, tokenizer, model, directory)
-        return with_tokens, found, [n for n, path in found.items() if not storage.exists(f"{path}/{storage.MANIFEST}")]
+        missing = [n for n, path in found.items() if not storage.exists(f"{path}/{storage.MANIFEST}")]
+        return dump(with_tokens), found, missing
 
-    job, directories, missing = world.together(places)
+    text, directories, missing = world.together(places)
+    job = loads(text)  # as text, because the class of a job is made when it is read: no other process finds its name
     if missing:
         frozen_models = load(
             {role: frozen_model for role, frozen_model in recipe.frozen_models.items() if frozen_model.path is not None}
