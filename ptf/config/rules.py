@@ -239,7 +239,7 @@ def model_rules(job: "Job") -> Rules:
             for key, engine in engines.items()
         },
         **{
-            f"{key} is not supported with model.backend: hf": model.backend == "hf" and used
+            f"{key} is not supported with model.backend: hf; use ptf": model.backend == "hf" and used
             for key, used in unsupported.items()
         },
         "model.quantization needs model.lora, which trains adapters beside weights in four bits": form

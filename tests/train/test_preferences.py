@@ -82,7 +82,7 @@ def test_how_sequences_are_split_changes_no_bit_in_the_deterministic_mode(raw):
     assert same(weights(one), weights(other))
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}], ids=["sharded", "tensor"])
+@pytest.mark.parametrize("mesh", [{}, {"tensor_parallel_size": 2}], ids=["sharded", "tensor"])
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "scores"])
 @pytest.mark.cluster
 def test_two_workers_train_what_one_does(tmp_path, name, mesh):

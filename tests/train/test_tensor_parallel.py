@@ -63,8 +63,11 @@ def test_a_tensor_group_gets_the_same_rows() -> None:
     ("mesh", "message"),
     [
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size \(3\) must divide compute.workers \(8\)"),
-        ({"replicate": 3}, r"replicate \(3\) × tensor_parallel_size \(1\) must divide"),
-        ({"tensor_parallel_size": 4, "replicate": 4}, r"replicate \(4\) × tensor_parallel_size \(4\)"),
+        ({"replicate": 3}, r"replicate \(3\) × context_parallel_size \(1\) × tensor_parallel_size \(1\) must divide"),
+        (
+            {"tensor_parallel_size": 4, "replicate": 4},
+            r"replicate \(4\) × context_parallel_size \(1\) × tensor_parallel_size \(4\)",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_workers_is_refused(tmp_path, mesh, message) -> None:
