@@ -44,8 +44,6 @@ LONG = 200  # characters of a value that a message shows
 PARALLELISM = {
     "pipeline": "pipeline parallelism",
     "pp": "pipeline parallelism",
-    "context": "context parallelism",
-    "cp": "context parallelism",
     "expert": "expert parallelism",
     "ep": "expert parallelism",
 }

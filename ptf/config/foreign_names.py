@@ -158,7 +158,7 @@ TABLE = (
     ),
     ("tp_size", "compute.mesh.tensor_parallel_size", ""),
     (
-        "cp_size context_parallel sequence_parallel_size ulysses_sequence_parallel_size",
+        "cp cp_size context_parallel sequence_parallel_size ulysses_sequence_parallel_size",
         "compute.mesh.context_parallel_size",
         "",
     ),

@@ -255,8 +255,6 @@ def test_one_fault_is_one_problem(write):
     ("override", "what"),
     [
         ("compute.mesh.pipeline=2", "unknown key in compute.mesh; ptf has no pipeline parallelism"),
-        ("compute.mesh.context=2", "unknown key in compute.mesh; ptf has no context parallelism"),
-        ("compute.context_parallel=2", "unknown key in compute; ptf has no context parallelism"),
         ("compute.mesh.expert_parallel_size=2", "unknown key in compute.mesh; ptf has no expert parallelism"),
         ("train.fp8=true", "unknown key in train; ptf has no training in fewer bits than bf16 (FP8, FP4)"),
         (
