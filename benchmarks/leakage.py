@@ -128,8 +128,7 @@ left out of the differences, not of what crosses: rounding chooses there. Such d
 
 Where 2 or 4 ranks are named, they divide each sequence (context parallelism, on gloo), and half of the packings are 37
 tokens wide, to which the ranks add padding. The gradient is gathered from the ranks; a document alone is computed by
-one process. Some
-mixers have two key-value heads, which 4 ranks share.
+one process. Some mixers have two key-value heads, which 4 ranks share.
 
 Faults are put in on purpose into sequences of two and more documents: the mask's borders off by one, positions that are
 not reset (transformers counts itself, and linear attention refuses them, so they have none of these), sequences shifted
