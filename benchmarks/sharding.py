@@ -1,10 +1,11 @@
 """Sharding against one rank, on every mesh of 2 and 4 gloo ranks. Writes results/sharding.md.
 
-    python benchmarks/sharding.py [--steps 20] [--part meshes fp64 recipes resume]
+    python benchmarks/sharding.py [--steps 20] [--part meshes fp64 recipes resume activations]
 
 `meshes`: AdamW steps of dense models, with experts, and with sinks and windows, full and LoRA. `fp64`: one step of
 ranks that divide sequences, where only rounding may differ, and mistakes that must show. `recipes`: losses, metrics and
-gradients of every recipe on such ranks. `resume`: a checkpoint of each mesh goes on on each other. Prints a JSON line a
+gradients of every recipe on such ranks. `resume`: a checkpoint of each mesh goes on on each other. `activations`: what
+such ranks keep of a layer. Prints a JSON line a
 case and keeps it beside the page, which has the newest of each part; exits 1 where a bound is missed.
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from commands import options
 from flow_runs import commit, results_page
 from pages import Row, head, keep, kept, table, today, write_page
+from sharding_activations import ABOUT, activations
 
 RESULTS = results_page("sharding.md")
 LEDGER = RESULTS.with_suffix(".jsonl")
@@ -120,11 +122,14 @@ PARTS: dict[str, tuple[Callable[[int, Path], Iterator[Row]], str]] = {
         "Two steps on one mesh, a checkpoint, and the third step on another; the larger of loss and gradients,\n"
         "beside one rank's third step.",
     ),
+    "activations": (activations, ABOUT),
 }
 
 
 def missed(row: Row) -> bool:
     """Whether a case is beyond its bound, or a mistake did not show."""
+    if "share" in row:
+        return not row["share"] <= row["bound"]
     if "least" in row:
         return not row["gradients"] > row["least"]
     return not (row["loss"] <= row.get("metrics", row["bound"]) and row["gradients"] <= row["bound"])
@@ -153,6 +158,10 @@ def main() -> int:
             steps = f"{rows[0]['steps']} steps of " if "steps" in rows[0] else ""
             of = ", ".join(dict.fromkeys(f"{row['date']}, commit {row['commit']}" for row in rows))
             text.append(f"## {part}\n\n{steps}{about}\nBound: {', '.join(f'{b:g}' for b in bounds)}. Measured: {of}.\n")
+            if part == "activations":
+                shares = [[r["case"], r["mesh"], f"{r['share']:.3f}", f"≤ {r['bound']:g}"] for r in rows]
+                text.append(table("recomputation | mesh | share of one rank's | bound", shares) + "\n")
+                continue
             cells = [[r["case"], r["mesh"], f"{r['loss']:.1e}", f"{r['gradients']:.1e}"] for r in rows]
             text.append(table("case | mesh | loss | gradients", cells) + "\n")
     wrong = [f"{row['part']}: {row['case']}, {row['mesh']}" for row in found if missed(row)]
