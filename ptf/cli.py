@@ -455,8 +455,8 @@ plan: memory, FLOPs and time of a step on N GPUs, from the model's config.json a
   --mfu SHARE: share of the peak FLOP/s that is reached (default: 0.4)
   --gpu-type TYPE: type of GPU, which sets the peak FLOP/s (default: H100)
   --roofline: the upper bound of MFU by operator, and the time of a step from it
-  --fit: search activation checkpointing, micro-batch size, optimizer offload, tensor parallelism and number of GPUs for
-    a setting that fits; say why others do not
+  --fit: search activation checkpointing, micro-batch size, optimizer offload, tensor and context parallelism and
+    number of GPUs for a setting that fits; say why others do not
   --json: print the plan as JSON
 inspect: look at the data as training will see it: samples, lengths, packing, mixture, what is bad
   CONFIG: YAML file; several are merged left to right

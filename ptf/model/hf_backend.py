@@ -13,10 +13,10 @@ stores, such as rotary frequencies. Adapters (LoRA) go to transformers' own modu
 that of transformers' `...ForSequenceClassification`.
 
 Left out: images and sounds, dropout (the model stays in evaluation mode, as ptf's own have none), the load-balancing
-loss of experts, tensor parallelism, heads and components of the user's own, scalar heads of multimodal models, adapters
-of experts that are stacked in one parameter,
-weights in four bits, rankings (`evaluate.ranking`), the transports nccl and ipc of weights, `ptf plan`, `ptf chat` and
-`ptf serve`. `model.init: random` makes the whole model in each process's memory.
+loss of experts, tensor and context parallelism, heads and components of the user's own, scalar heads of multimodal
+models, adapters of experts that are stacked in one parameter, weights in four bits, rankings (`evaluate.ranking`), the
+transports nccl and ipc of weights, `ptf plan`, `ptf chat` and `ptf serve`. `model.init: random` makes the whole model
+in each process's memory.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

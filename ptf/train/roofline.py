@@ -259,7 +259,7 @@ def roofline(job: Job, directory: Path, gpus: int, gpu: str) -> Roofline:
     """Return the bound of an SFT step of the job on `gpus` GPUs of a kind; `directory` needs only a config.json.
 
     Every position is trained. Raises UserError for what it does not count: other recipes and backends, components of
-    the user's own, tensor parallelism, fp32, and GPUs whose speeds are not known.
+    the user's own, tensor and context parallelism, fp32, and GPUs whose speeds are not known.
     """
     raise_if_uncounted(job, gpu)
     speeds, of_rank = GPUS[gpu], sequences_of_step(job, gpus) // gpus

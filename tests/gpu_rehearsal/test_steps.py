@@ -28,7 +28,7 @@ def test_a_step_waits_for_the_gpu_twice(pretend_cuda, shape, recipe):
 
 @pytest.mark.long
 @pytest.mark.parametrize("recomputed", get_args(Recompute))
-def test_ranks_that_divide_sequences_wait_no_more_and_sum_in_a_fixed_order(pretend_cuda, recomputed):
+def test_ranks_that_divide_sequences_wait_and_sum_as_one_does(pretend_cuda, recomputed):
     alone = pretend_cuda(on_ranks, MeshSizes(), recomputed)
     assert sum(alone[0].values()) == MOST
     for sizes in (MeshSizes(context=2), MeshSizes(context=2, tensor=2)):

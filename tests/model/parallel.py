@@ -2,12 +2,13 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -144,16 +145,21 @@ def on_ranks(size: int, cases: Sequence[Case], directory: Path) -> list[Trained]
     return on_processes(size, partial(train_each, cases), directory)[0]
 
 
+def largest(values: Iterable[float]) -> float:
+    """The largest value, or NaN if any is; Python's `max` may lose it."""
+    return float(np.max(list(values)))
+
+
 def difference(a: Trained, b: Trained) -> tuple[float, float]:
     """Return the largest relative difference of a loss, and the largest difference of the gradients of a step (its
     norm over the norm of the gradients). It is infinite if the gradients are of different tensors."""
-    loss = max(abs(x - y) / abs(x) for x, y in zip(a.losses, b.losses, strict=True))
+    loss = largest(abs(x - y) / abs(x) for x, y in zip(a.losses, b.losses, strict=True))
 
     def norm(g):
         return float(torch.cat([t.double().flatten() for t in g]).norm())
 
     if any(x.keys() != y.keys() for x, y in zip(a.gradients, b.gradients, strict=True)):
         return loss, float("inf")
-    return loss, max(
+    return loss, largest(
         norm([x[n] - y[n] for n in x]) / norm(x.values()) for x, y in zip(a.gradients, b.gradients, strict=True) if x
     )

@@ -26,6 +26,7 @@ from ptf.recipes.rm.recipe import RM
 from ptf.recipes.sft.recipe import SFT
 from ptf.train.batch_sharding import deal
 from ptf.train.trainer import Trainer, load_model
+from tests.model.parallel import largest
 from tests.model.ranks import world_of
 from tests.recipes.of_keys import of_keys
 from tests.tiny import sample
@@ -48,15 +49,16 @@ def units(recipe: Recipe) -> list[PackUnit]:
     """Documents of a recipe, in pairs where it compares two."""
     found = [sample(n, i) for i, n in enumerate(LENGTHS)]
     if isinstance(recipe, GRPO):
-        found = [_sampled(document, i) for i, document in enumerate(found)]
+        names = [name for name in COLUMNS if name != "old_logprobs" or recipe.needs_old_logprobs]
+        found = [_sampled(document, i, names) for i, document in enumerate(found)]
     paired = isinstance(recipe, DPO | RM)
     return [tuple(found[i : i + 2]) for i in range(0, len(found), 2)] if paired else [(each,) for each in found]
 
 
-def _sampled(document: Document, seed: int) -> Document:
+def _sampled(document: Document, seed: int, names: Sequence[str]) -> Document:
     rng, trained = np.random.default_rng(seed), document.loss_weights != 0
-    columns = {name: (0.5 * rng.normal(size=len(document)) * trained).astype(np.float32) for name in COLUMNS}
-    columns |= {name: columns[name] - trained.astype(np.float32) for name in COLUMNS[1:3]}
+    columns = {name: (0.5 * rng.normal(size=len(document)) * trained).astype(np.float32) for name in names}
+    columns |= {name: columns[name] - trained.astype(np.float32) for name in names if "logprobs" in name}
     columns["episode_tokens"] = np.zeros(len(document), np.float32)
     return Document(document.tokens, document.loss_weights, document.source, columns)
 
@@ -94,12 +96,14 @@ def once(directory: str, recipe: Recipe, world: World) -> Pass:
 
 def recipes_on_rank(directory: str, sizes: MeshSizes) -> dict[str, tuple[float, float, bool]]:
     """What each rank calls: for each recipe the largest relative differences of a metric (the loss is one) and of the
-    gradients from one rank's, and whether the denominators are the same."""
+    gradients from one rank's, and whether the denominators are the same. A margin is the difference of two log-probs,
+    so its own difference is relative to theirs."""
     world, found = world_of(sizes), {}
     for name, recipe in RECIPES.items():
         mine, theirs = once(directory, recipe, world), once(directory, recipe, alone(world))
         assert mine.means.keys() == theirs.means.keys()
-        means = max(abs(mine.means[k] - v) / max(abs(v), 1e-2) for k, v in theirs.means.items())
+        scales = {k: max(abs(v), 1.0 if k == "margin" else 1e-2) for k, v in theirs.means.items()}
+        means = largest(abs(mine.means[k] - v) / scales[k] for k, v in theirs.means.items())
         found[name] = means, norm_of_change(theirs.gradients, mine.gradients), mine.denominator == theirs.denominator
     wrong = replace(world, meshes=replace(world.meshes, data=None))  # it sums over ranks that see the same data
     mine, theirs = (once(directory, RECIPES["SFT"], each) for each in (wrong, alone(world)))
@@ -118,8 +122,9 @@ def norm_of_change(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor])
 
 
 def resumed_on_rank(directory: str, meshes: Sequence[MeshSizes], scratch: str) -> dict[tuple[str, str], float]:
-    """What each rank calls: train two steps on each mesh, store, and go on from each checkpoint on each mesh. Return
-    for every pair the largest relative difference, of loss and gradients, of the third step from one rank's."""
+    """What each rank calls: train two steps on each mesh, store, and go on for two from each checkpoint on each mesh.
+    Return for every pair the largest relative difference, of loss and gradients, of the fourth step from one rank's:
+    it has the optimizer's averages in it. Without them another step is found."""
     recipe = RECIPES["SFT"]
 
     def trainer(world: World) -> Trainer:
@@ -135,12 +140,11 @@ def resumed_on_rank(directory: str, meshes: Sequence[MeshSizes], scratch: str) -
         of.update(means["loss"], number)
         return means["loss"], gradients
 
-    def three(world: World) -> tuple[float, dict[str, torch.Tensor]]:
-        of = trainer(world)
-        return [step(of, number) for number in range(3)][-1]
+    def last(of: Trainer, first: int) -> tuple[float, dict[str, torch.Tensor]]:
+        return [step(of, number) for number in range(first, 4)][-1]
 
     worlds = {str(sizes): world_of(sizes) for sizes in meshes}
-    wanted, found = three(alone(next(iter(worlds.values())))), {}
+    wanted, found = last(trainer(alone(next(iter(worlds.values())))), 0), {}
     for name, world in worlds.items():
         of = trainer(world)
         for number in range(2):
@@ -150,7 +154,11 @@ def resumed_on_rank(directory: str, meshes: Sequence[MeshSizes], scratch: str) -
         for after, world in worlds.items():
             of = trainer(world)
             checkpoint.load_tensors(f"{scratch}/{before}", of.model, of.optimizer, world)
-            loss, gradients = step(of, 2)
+            loss, gradients = last(of, 2)
             apart = abs(loss - wanted[0]) / abs(wanted[0])
-            found[before, after] = max(apart, norm_of_change(wanted[1], gradients))
+            found[before, after] = largest((apart, norm_of_change(wanted[1], gradients)))
+    without = trainer(world)
+    checkpoint.load_tensors(f"{scratch}/{before}", without.model, without.optimizer, world)
+    without.optimizer.state.clear()
+    assert norm_of_change(wanted[1], last(without, 2)[1]) > 1e-5, "negative control"
     return found

@@ -173,7 +173,6 @@ def killed(raw: Raw, place: Path) -> tuple[Path, int]:
     line = [sys.executable, "-m", "ptf.cli", "train", job_file(raw, place), "--run-name", "run"]
     with log.open("w") as out:
         process = subprocess.Popen(line, env=os.environ | {"PYTHONPATH": os.getcwd()}, stdout=out, stderr=out)
-    family: list[psutil.Process] = []
     try:
         until(
             lambda: (
@@ -181,14 +180,16 @@ def killed(raw: Raw, place: Path) -> tuple[Path, int]:
                 or (len(rows_of(directory)) > every and [*directory.glob("checkpoints/*/manifest.json")])
             ),
             400,
-            0.002,
+            0.02,
         )
         assert process.poll() is None, log.read_text()[-2000:]
-        family = psutil.Process(process.pid).children(recursive=True)
     finally:
+        family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.wait(60)
         _, alive = psutil.wait_procs(family, 120)
+        for each in alive:
+            each.kill()
     assert not alive
     assert every < len(rows_of(directory)) < raw["train"]["steps"]
     return directory, max(int(path.parent.name[-8:]) for path in directory.glob("checkpoints/*/manifest.json"))

@@ -168,6 +168,7 @@ def test_the_command_prints_a_table_and_json(tmp_path, capsys):
         ({"train": {"activation_checkpointing": "offload"}}, "train.activation_checkpointing: offload"),
         ({"train": {"precision": "fp32"}}, "train.precision: fp32"),
         ({"compute": {"mesh": {"tensor_parallel_size": 2}}}, "compute.mesh.tensor_parallel_size"),
+        ({"compute": {"mesh": {"context_parallel_size": 2}}}, "compute.mesh.context_parallel_size"),
         (
             {"model": {"path": "m", "replace": {"layers.*.mlp": {"use": "torch.nn:Identity"}}}},
             r"components of your own \(model.replace, model.head\)",

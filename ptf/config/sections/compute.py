@@ -50,7 +50,8 @@ class MeshConfig(Section):
     context_parallel_size: Positive = changeable(1)
     """Number of workers that see the same sequences and hold a part of each: for documents that do not fit one device.
     Short documents train faster as more sequences of fewer tokens. It must divide the attention heads that tensor
-    parallelism leaves to a worker; it must divide the key-value heads, or be a multiple of them."""
+    parallelism leaves to a worker, the heads of linear attention and the rows of the vocabulary; it must divide the
+    key-value heads, or be a multiple of them."""
 
     def sizes(self, workers: int) -> MeshSizes:
         """Divide that many workers, of which none is left over (`ptf.config.rules`)."""

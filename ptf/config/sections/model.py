@@ -65,8 +65,9 @@ class ModelConfig(Section):
     """`random` reads only config.json and draws the weights from `seed`."""
     backend: BackendName = "ptf"
     """`ptf`: our own decoder. `hf`: any causal language model of transformers, slower; it has no `model.replace`,
-    `model.head`, `model.quantization`, tensor parallelism and load-balancing loss (ptf.model.hf_backend). Of a
-    multimodal model it trains the language model, on text; the vision and audio parts are published as they are."""
+    `model.head`, `model.quantization`, tensor and context parallelism and load-balancing loss (ptf.model.hf_backend).
+    Of a multimodal model it trains the language model, on text; the vision and audio parts are published as they
+    are."""
     tokens: TokensConfig | None = None
     """Tokens to add."""
     replace: dict[str, Plugin] = {}
