@@ -1,6 +1,7 @@
 """What the keys `train.precision` and `rollout.engine` are where a config leaves them `auto`: it depends on the
 devices. A run keeps what it began with."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def settled(job: Job, before: Job | None = None, gpu: bool | None = None, tell: 
     """Return the job with the values that `auto` has in it; `tell` is called with a line if fp32 was chosen.
 
     They are those of `before`, the job that the run began with, if there is one. `gpu`: whether the job computes on
-    GPUs (default: `computes_on_gpu`). Raises UserError for sequences that GPUs would divide inside a block.
+    GPUs (default: `computes_on_gpu`). Raises UserError for a new job whose sequences GPUs would have to fill up,
+    because context parallelism divides them into equal parts, and attention computes blocks.
     """
     for section, key in (("train", "precision"), ("rollout", "engine")):
         if getattr(getattr(job, section), key, None) != "auto":
@@ -52,12 +54,12 @@ def settled(job: Job, before: Job | None = None, gpu: bool | None = None, tell: 
             if job.train.precision == "fp32":
                 tell("train.precision: auto is fp32 here, because this CPU has no units for bf16")
     ranks, length = job.compute.mesh.sizes(job.compute.workers), job.data.seq_len
-    block = BLOCK * ranks.model
-    if ranks.context > 1 and length % block and (computes_on_gpu(job.compute) if gpu is None else gpu):
+    block = math.lcm(BLOCK, ranks.model)
+    if not before and ranks.context > 1 and length % block and (computes_on_gpu(job.compute) if gpu is None else gpu):
         raise UserError(
             f"data.seq_len ({length}) must be a multiple of {block} on GPUs: compute.mesh divides a sequence over "
             f"{ranks.model} workers, and attention computes blocks of {BLOCK} tokens; use "
-            f"{max(1, round(length / block)) * block}"
+            f"{-(-length // block) * block}"
         )
     return job
 

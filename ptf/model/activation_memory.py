@@ -168,15 +168,15 @@ def _attended(attn: Any, local: DecoderConfig, element: int, contexts: int = 1) 
     """Return the bytes that attention keeps with `selective`: rotated queries and keys, its output, its log-sum-exp.
 
     Values are what their projection put out, unless adapters add to it; in latent attention that is also keys. With
-    sinks, the output is kept before and after their share is taken. Where ranks exchange heads, values are not the
-    projection's, and the output is kept before and after the exchange.
+    sinks, the output is kept before and after their share is taken. Where ranks exchange heads, keys and values are not
+    what the projections put out.
     """
     latent = local.latent is not None
-    adapted = bool((attn.kv_b_proj if latent else attn.v_proj).adapters) or contexts > 1
+    adapted = bool((attn.kv_b_proj if latent else attn.v_proj).adapters)
     outputs, kv_heads = 1 if attn.sinks is None else 2, max(local.kv_heads, contexts)
     keys = local.heads + kv_heads
-    values = local.heads * (outputs + (contexts > 1)) + kv_heads * adapted
-    unrotated = adapted * latent * local.heads * (local.head_dim - local.rotary_dim)
+    values = local.heads * outputs + kv_heads * (adapted or contexts > 1)
+    unrotated = (adapted and latent and contexts == 1) * local.heads * (local.head_dim - local.rotary_dim)
     return (keys * local.head_dim + values * local.value_dim + unrotated) * element + 4 * local.heads * outputs
 
 

@@ -143,18 +143,16 @@ def _of_whole_sequences(head_fn: Callable[..., Any], group: ProcessGroup, length
     """Call `head_fn` with the hidden states of all ranks, [B, t, D] → [B, length, D]."""
     if not isinstance(head, Head):  # each rank computes all of it, which counts once
         found = head_fn(all_gather(x, group)[:, :length], head)
-        return tree_map_only(Tensor, partial(_counted_once, ranks=group.size()), found)
+        return tree_map_only(Tensor, partial(_counted_once, group=group), found)
     rows = len(head.weight) // group.size()
     first = group.rank() * rows
     head = replace(head, weight=head.weight[first : first + rows], vocab_start=head.vocab_start + first)
     return head_fn(all_gather(x, group, whole_gradient=True)[:, :length], head)
 
 
-def _counted_once(value: Tensor, ranks: int) -> Tensor:
+def _counted_once(value: Tensor, group: ProcessGroup) -> Tensor:
     """Return a value that each of the ranks has; its gradient is divided among them."""
-    if value.requires_grad:
-        value.register_hook(lambda gradient: gradient / ranks)
-    return value
+    return exchange(value, group, lambda x, group: x.clone(), lambda gradient, group: gradient / group.size())
 
 
 def _unchanged(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -179,20 +177,20 @@ def raise_if_not_divided(c: DecoderConfig, sizes: MeshSizes) -> None:
     raise_if_indivisible(c, sizes.tensor)
 
     def wrong(ranks: int) -> list[str]:
-        heads = {"attention heads": c.heads // sizes.tensor}
+        heads = {f"attention heads{of_tensor}": c.heads // sizes.tensor}
         if c.delta is not None:
             heads |= {"key heads of linear attention": c.delta.key_heads}
             heads |= {"value heads of linear attention": c.delta.value_heads}
         if c.head == "lm":
-            heads["rows of the vocabulary"] = c.padded // sizes.tensor
+            heads[f"rows of the vocabulary{of_tensor}"] = c.padded // sizes.tensor
         found = [f"{n} {what}" for what, n in heads.items() if n % ranks]
         kv = c.kv_heads // sizes.tensor
-        return [*found, f"{kv} key-value heads (nor they it)"] if kv % ranks and ranks % kv else found
+        return [*found, f"{kv} key-value heads{of_tensor} (nor they it)"] if kv % ranks and ranks % kv else found
 
+    of_tensor = f" that a tensor group of {sizes.tensor} leaves to a rank" if sizes.tensor > 1 else ""
     if found := wrong(sizes.context):
         fitting = [n for n in range(1, 2 * sizes.context + 1) if not wrong(n)]
-        of_tensor = f" that a tensor group of {sizes.tensor} leaves to a rank" if sizes.tensor > 1 else ""
         raise UserError(
-            f"{KEY}: {sizes.context} does not divide the model's {', '.join(found)}{of_tensor}; set it to one of "
+            f"{KEY}: {sizes.context} does not divide the model's {', '.join(found)}; set it to one of "
             f"{', '.join(map(str, fitting))}"
         )

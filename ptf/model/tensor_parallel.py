@@ -281,6 +281,7 @@ def _fill_up(model: Decoder, group: ProcessGroup) -> None:
         **inputs: Any,
     ) -> Any:
         length, more = tokens.shape[1], (0, -tokens.shape[1] % group.size())
+        assert attend is None or not more[1], "an attend is of sequences without padding"
         return own(
             F.pad(tokens, more),
             F.pad(positions, more),

@@ -60,7 +60,7 @@ class Memory:
     # and the root module (embedding, last norm, head)
     gathered: float
     activations: float
-    logits: float  # a chunk of them, and the gradient of the head
+    logits: float  # a chunk of them, the gradient of the head, and hidden states of the last layer
 
     @property
     def total(self) -> float:

@@ -54,7 +54,7 @@ class StepMeter:
         metrics["unused_rows_share"] = without_samples / max(1.0, rows)
         metrics |= dict(zip(self.counted, counts, strict=True))
         spent = time.perf_counter() - began
-        # the maxima are over all ranks, including those of one tensor-parallel group
+        # the maxima are over all ranks, including those that see the same data
         any_stopping, peak_memory, longest = world.max(
             [float(stopping), peak_memory_gib(world.device), float(max(lengths, default=0))]
         ).tolist()

@@ -202,7 +202,7 @@ MISTAKES = {
     "soft-cap lost": Mistake("gemma2", HERE, "SimpleNamespace", _without("softcap")),
     "gradients not summed": Mistake("qwen3", dist, "all_reduce", lambda tensor, **more: None),
     "balance of one rank": Mistake("qwen2_moe", HERE, "_sum_routings", lambda model, group: None),
-    "a scalar head of each rank": Mistake("scalar", HERE, "_counted_once", lambda value, ranks: value),
+    "a scalar head of each rank": Mistake("scalar", HERE, "_counted_once", lambda value, group: value),
 }
 
 

@@ -347,7 +347,8 @@ def test_sequences_that_gpus_would_divide_inside_a_block_are_refused(tmp_path) -
     raw["data"]["seq_len"] = 1000
     job = loads(yaml.safe_dump(raw))
     settled(job, gpu=False)
-    with pytest.raises(UserError, match=r"data\.seq_len \(1000\) must be a multiple of 512 on GPUs.*; use 1024"):
+    with pytest.raises(UserError, match=r"data\.seq_len \(1000\) must be a multiple of 128 on GPUs.*; use 1024"):
         settled(job, gpu=True)
+    settled(job, job, gpu=True)  # a run that was begun goes on
     raw["data"]["seq_len"] = 1024
     settled(loads(yaml.safe_dump(raw)), gpu=True)
