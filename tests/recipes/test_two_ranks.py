@@ -110,10 +110,20 @@ def test_two_sharded_ranks_have_the_loss_and_the_gradient_of_the_equations(tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.cluster)])
-def test_recipes_find_on_ranks_that_divide_sequences_what_they_find_on_one(tmp_path, ranks):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        MeshSizes(context=2),
+        *(
+            pytest.param(each, marks=pytest.mark.cluster)
+            for each in (MeshSizes(context=4), MeshSizes(context=2, tensor=2))
+        ),
+    ],
+    ids=str,
+)
+def test_recipes_find_on_ranks_that_divide_sequences_what_they_find_on_one(tmp_path, sizes):
     directory = family_checkpoint(tmp_path / "model", "qwen3")
-    found, *_ = on_processes(ranks, partial(recipes_on_rank, directory, MeshSizes(context=ranks)), tmp_path)
+    found, *_ = on_processes(sizes.ranks, partial(recipes_on_rank, directory, sizes), tmp_path)
     for name, (means, gradients, same_denominator) in found.items():
         print(name, f"metrics {means:.1e} gradients {gradients:.1e} denominator the same: {same_denominator}")
     assert all(means <= 1e-6 and gradients <= 1e-6 and same for means, gradients, same in found.values())
