@@ -106,6 +106,9 @@ leakage: setup                           ## 10,000 packings for each mixer and a
 bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 
+bench-long-document: setup                ## a document of 32,768 tokens on 1, 2 and 4 ranks that divide it; writes benchmarks/results/long_document.md
+	$(PY) benchmarks/long_document.py
+
 bench-roofline: setup                    ## upper bounds of MFU at published shapes (ptf plan --roofline); writes benchmarks/results/roofline.md
 	$(PY) benchmarks/roofline.py
 
