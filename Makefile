@@ -103,7 +103,7 @@ parity: setup                            ## a million texts: ids that ptf trains
 leakage: setup                           ## 10,000 packings for each mixer and attention: documents that see each other; writes benchmarks/results/leakage.md
 	$(PY) benchmarks/leakage.py $(if $(NIGHTLY),--minutes $(MINUTES))
 
-bench-sharding: setup                    ## 20 steps on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
+bench-sharding: setup                    ## steps, passes and checkpoints on every mesh of 2 and 4 ranks against one rank; writes benchmarks/results/sharding.md
 	$(PY) benchmarks/sharding.py
 
 bench-long-document: setup                ## a document of 32,768 tokens on 1, 2 and 4 ranks that divide it; writes benchmarks/results/long_document.md
