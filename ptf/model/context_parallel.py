@@ -88,7 +88,7 @@ class ContextAttend:
         channels = [t.unflatten(-1, (n, -1)) for t, n in zip(qkv.split(widths, -1), number, strict=True)]
         channels = to_heads(channels, self.group)
         decay, strength = to_heads((decay[..., None], beta[..., None].to(decay.dtype)), self.group)
-        heads = SimpleNamespace(
+        heads: Any = SimpleNamespace(
             config=replace(c, key_heads=c.key_heads // ranks, value_heads=c.value_heads // ranks),
             conv=SimpleNamespace(weight=torch.cat([self._own(rows) for rows in layer.conv.weight.split(widths)])),
             kernels=layer.kernels,
@@ -114,7 +114,8 @@ def context_parallel(model: Decoder, meshes: Meshes) -> None:
     if unknown:
         raise UserError(f"{KEY}: {', '.join(unknown)} (model.replace) might mix tokens of different ranks; set it to 1")
     raise_if_not_divided(model.config, meshes.sizes)
-    own, model.group = model.forward, meshes.model
+    own: Callable[..., Any] = model.forward
+    model.group = meshes.model
 
     def forward(
         tokens: Tensor,
