@@ -22,8 +22,8 @@ ROWS = [[TOKENS], [20_000, TOKENS - 20_000], [11_111, TOKENS - 11_111]]  # a ste
 SHAPE = {"hidden_size": 64, "intermediate_size": 2048, "vocab_size": 512, "max_position_embeddings": TOKENS}
 SHAPE |= {"use_sliding_window": False}
 COLUMNS = (
-    "ranks | loss of each step | it differs by | norm of the gradient by | peak of a rank, MiB | of one rank's | plan, MiB | activations | "
-    "hidden states and logits | peak / plan"
+    "ranks | loss of each step | it differs by | norm of the gradient by | peak of a rank, MiB | of one rank's | "
+    "plan, MiB | activations | hidden states and logits | peak / plan"
 )
 
 
