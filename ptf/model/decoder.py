@@ -102,6 +102,8 @@ class Decoder(MappedModel):
         tables = {rope: rotary(positions, c.rotary_dim, rope) for rope in {kind.rope for kind in c.layers}}
         real = segments >= 0
         x = self.embed(tokens)  # [B, T, D]
+        # in the dtype that they are used in: FSDP would cast them for each layer, and recomputation keep every copy
+        tables = {rope: (*(t.to(x.dtype) for t in table[:2]), *table[2:]) for rope, table in tables.items()}
         if c.embed_scale != 1.0:
             x = x * torch.tensor(
                 c.embed_scale, dtype=x.dtype
