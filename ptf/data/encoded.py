@@ -66,7 +66,7 @@ class Encoded:
         for i, unit in enumerate(units):
             ordered, empty, crc = reorder_baskets(unit, self.reorder, (*at, i)), 0 if i else empty_rows, 0
             for document in ordered:
-                crc = zlib.crc32(document.tokens, crc)
+                crc = zlib.crc32(document.tokens.data, crc)
             place = Place(self.name, *at, i, empty, crc, empty + 1 / len(units))
             placed.append(tuple(document.at(place) for document in ordered))
         return placed
