@@ -16,6 +16,7 @@ import psutil
 import pytest
 import yaml
 
+from ptf.compute import device_defaults
 from ptf.compute.checkpoint import load_tensors
 from ptf.compute.device_defaults import settled
 from ptf.compute.lease import UNSHARED
@@ -28,6 +29,7 @@ from ptf.errors import UserError
 from ptf.model.config import GatedDelta
 from ptf.model.context_parallel import raise_if_not_divided
 from ptf.model.families import family_of
+from ptf.model.kernels import document_mask
 from ptf.model.model_files import read_config
 from ptf.rl.weights import stored
 from ptf.run import begin, run, run_rank
@@ -345,6 +347,7 @@ def test_sequences_that_gpus_would_divide_inside_a_block_are_refused(tmp_path) -
     raw = arithmetic(tmp_path)
     raw["compute"] |= {**CONTEXT, "workers": 4, "mesh": {"context_parallel_size": 2, "tensor_parallel_size": 2}}
     raw["data"]["seq_len"] = 1000
+    assert device_defaults.BLOCK == document_mask.BLOCK
     job = loads(yaml.safe_dump(raw))
     settled(job, gpu=False)
     with pytest.raises(UserError, match=r"data\.seq_len \(1000\) must be a multiple of 128 on GPUs.*; use 1024"):
