@@ -74,7 +74,7 @@ def _load(library: str) -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.Stream = lambda device=None, priority=0: torch.Stream("cuda")
     torch.cuda.Event = lambda: torch.Event("cuda")
-    torch.cuda.current_stream = torch.accelerator.current_stream
+    torch.cuda.current_stream = lambda device=None: torch.accelerator.current_stream()  # dynamo wants it to be its own
     torch.cuda.stream = contextlib.nullcontext
 
 
