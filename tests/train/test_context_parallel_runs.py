@@ -197,6 +197,29 @@ def killed(raw: Raw, place: Path) -> tuple[Path, int]:
     return directory, max(int(path.parent.name[-8:]) for path in directory.glob("checkpoints/*/manifest.json"))
 
 
+@pytest.mark.long
+def test_the_same_mesh_goes_on_to_the_bit(tmp_path) -> None:
+    jobs = {name: job_of(name, tmp_path / name) for name in ("sft", "8 bits")}
+    for raw in jobs.values():
+        raw["checkpoint"] = {"every": 1, "keep": 8}
+    wholes = [begun({**raw, "compute": raw["compute"] | CONTEXT}, "run") for raw in jobs.values()]
+    (tmp_path / "first").mkdir()
+    two_ranks(partial(train_as_rank, MeshSizes(context=2), wholes), tmp_path / "first")
+    found = list[Path]()
+    for (name, raw), whole in zip(jobs.items(), wholes, strict=True):
+        job = copied(whole, raw, f"{name} again", **CONTEXT)
+        shutil.rmtree(Path(job["output"]) / "run" / "checkpoints" / "step_00000003")
+        shutil.rmtree(Path(job["output"]) / "run" / "model")
+        found.append(begun(job, "run"))
+    (tmp_path / "again").mkdir()
+    two_ranks(partial(train_as_rank, MeshSizes(context=2), found), tmp_path / "again")
+    for each, whole in zip(found, wholes, strict=True):
+        assert facts(each) == facts(whole)
+        exported = [(run_of / "model" / "model.safetensors").read_bytes() for run_of in (each, whole)]
+        assert exported[0] == exported[1]
+    assert facts(wholes[0]) != facts(wholes[1]), "negative control"
+
+
 FOUR = {"launcher": "torchrun", "workers": 4}
 MESHES = {"context": MeshSizes(context=4), "sharded": MeshSizes(shard=4)}  # on which a killed run goes on
 
