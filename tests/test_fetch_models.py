@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import fetch_models, gguf_model
+from benchmarks import fetch_data, fetch_models, gguf_model
 from tests.real import model as real_model
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -185,7 +185,7 @@ class Index:
 @pytest.fixture
 def index(tmp_path, monkeypatch) -> Index:
     index = Index(tmp_path)
-    monkeypatch.setattr(fetch_models.subprocess, "run", index)
+    monkeypatch.setattr(fetch_data.subprocess, "run", index)
     return index
 
 
