@@ -28,13 +28,12 @@ from ptf.config import load
 from ptf.config.sections.rollout import ConstrainedDecodingConfig
 from ptf.data.tokenizer import Tokenizer
 from ptf.events.catalogue import Catalogue
-from ptf.events.histories import Split, read, split
-from ptf.events.histories import table as events_table
-from ptf.events.prepare import catalogue_rows
+from ptf.events.histories import Split
+from ptf.events.prepare import read_events
 from ptf.events.ranking_metrics import coverage, diversity, interval, measures
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling
-from ptf.tasks.online_retail import files, prepare
+from ptf.tasks.shops import prepare, source
 from ptf.tasks.slates import worth
 
 RESULTS = results_page("events.md")
@@ -252,11 +251,9 @@ def main() -> int:
             "there is no evaluated run in runs/events/sft: python flows/sft_flow.py run --config "
             "configs/events/sft.yaml makes one"
         )
-    events, listed = files(None)
-    facts = catalogue_rows(str(listed), {"value": "median_price"})
+    hold_out = given.hold_out if given.hold_out in ("last", "before_last") else float(given.hold_out)
+    facts, every, _ = read_events(**source("online_retail"), hold_out=hold_out)
     items, value = list(facts), {name: item.value for name, item in facts.items()}
-    histories = read(events_table(str(events)), {"user": "customer", "time": "unix_ts"}, facts).by_user
-    every = {user: split(history, given.hold_out) for user, history in histories.items()}
     trained = {user: s for user, s in every.items() if s.before}
     held = {user: s for user, s in trained.items() if s.future}
     found: dict[str, Users] = {}
@@ -265,7 +262,7 @@ def main() -> int:
     made = Path(scratch.name)
     job = load(str(given.sft / "job.yaml"))
     assert job.data.prepare is not None
-    prepare(str(made), **{**job.data.prepare.args, "hold_out": given.hold_out})
+    prepare(str(made), **{**job.data.prepare.args, "hold_out": hold_out})
     vectors = np.load(made / "vectors.npy")
     for name, scores in simple(trained, items).items():
         found[name], coverages[name] = judged(scores, held, items, value, vectors)

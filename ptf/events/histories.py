@@ -3,6 +3,8 @@
 Baskets are held out before anything is written or tokenized, so no training row contains held-out or later events.
 """
 
+import math
+from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +33,7 @@ class Histories:
 
     by_user: Mapping[str, History]  # in the order in which users first appear
     counts: Mapping[str, int]  # `rows`, `duplicates`, `unknown` items; `single`: users with one event, who are left out
+    prices: Mapping[str, "array[float]"]  # of each item with events before `date`; none where the rows have no price
 
 
 def table(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -45,21 +48,23 @@ def read(
     *,
     unknown: str = "error",
     order: str = "error",
+    date: float = -math.inf,
 ) -> Histories:
     """Return the histories of rows, given as (location, row).
 
-    `columns` maps `user`, `time` (a number of seconds) and `item` to their names in the rows. `known` has the items of
-    the catalogue; a row with any other item is an error, or with `unknown="drop"` is left out and counted. The rows of
-    a user must be in the order of time; with `order="sort"` they are sorted. An item that is repeated in a basket
-    counts once. Raises UserError, which names the first invalid row.
+    `columns` maps `user`, `time` (a number of seconds) and `item` to their names in the rows, and `value` to the column
+    of the item's price, if they have one. `known` has the items of the catalogue; a row with any other item is an
+    error, or with `unknown="drop"` is left out and counted. The rows of a user must be in the order of time; with
+    `order="sort"` they are sorted. An item that is repeated in a basket counts once. `prices` are those of all rows
+    before `date`. Raises UserError, which names the first invalid row.
     """
     for key, value, choices in (("unknown", unknown, ("error", "drop")), ("order", order, ("error", "sort"))):
         if value not in choices:
             raise UserError(f"{key} must be {' or '.join(choices)}, not {value!r}")
-    if strange := columns.keys() - set(COLUMNS):
-        raise UserError(f"columns: {', '.join(sorted(strange))} is none of {', '.join(COLUMNS)}")
-    names = {name: columns.get(name, name) for name in COLUMNS}
-    events, by_user = dict[str, list[tuple[float, str]]](), dict[str, History]()
+    if strange := columns.keys() - {*COLUMNS, "value"}:
+        raise UserError(f"columns: {', '.join(sorted(strange))} is none of {', '.join((*COLUMNS, 'value'))}")
+    names = {name: name for name in COLUMNS} | dict(columns)
+    events, by_user, prices = dict[str, list[tuple[float, str]]](), dict[str, History](), dict[str, "array[float]"]()
     counts: dict[str, int] = dict.fromkeys(("rows", "duplicates", "unknown", "single"), 0)
     for number, (where, row) in enumerate(rows, 1):
         counts["rows"] += 1
@@ -67,12 +72,7 @@ def read(
         if missing := [column for column in names.values() if absent(row.get(column))]:
             raise UserError(f"{here}: the column {', '.join(missing)} is missing; this row has {sorted(row)}")
         user, item = str(row[names["user"]]), str(row[names["item"]])
-        try:
-            time = float(row[names["time"]])
-        except (TypeError, ValueError):
-            time = float("nan")
-        if not abs(time) < float("inf"):
-            raise UserError(f"{here}: {names['time']} must be a number of seconds, not {row[names['time']]!r}")
+        time, paid = _time_and_prices(row, names, here)
         if item not in known:
             if unknown == "error":
                 raise UserError(
@@ -80,6 +80,8 @@ def read(
                 )
             counts["unknown"] += 1
             continue
+        if time < date:
+            prices.setdefault(item, array("d")).extend(paid)
         user_events = events.setdefault(user, [])
         if user_events and time < user_events[-1][0] and order == "error":
             raise UserError(
@@ -97,7 +99,25 @@ def read(
         counts["single"] += count == 1
         if count > 1:
             by_user[user] = history
-    return Histories(by_user, counts)
+    return Histories(by_user, counts, prices)
+
+
+def _time_and_prices(row: Mapping[str, Any], names: Mapping[str, str], here: str) -> tuple[float, list[float]]:
+    """Return the time of a row, and its price in a list, which is empty where the rows have none."""
+    time, prices = number_in(row[names["time"]]), [number_in(row[names["value"]])] if "value" in names else []
+    if not abs(time) < math.inf:
+        raise UserError(f"{here}: {names['time']} must be a number of seconds, not {row[names['time']]!r}")
+    if not all(0 <= price < math.inf for price in prices):
+        raise UserError(f"{here}: {names['value']} must be a number of at least 0, not {row[names['value']]!r}")
+    return time, prices
+
+
+def number_in(cell: Any) -> float:
+    """Return a cell's number; NaN if it has none."""
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def absent(value: Any) -> bool:

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ from ptf.data.event_tokens import START
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, Item
-from ptf.events.histories import History, Split, absent, read, split, table
+from ptf.events.histories import Basket, History, Split, absent, number_in, read, split, table
 from ptf.events.item_vectors import item_vectors, rotate_to_width
 from ptf.events.semantic_ids import SemanticIds
 from ptf.events.serialize import DAY, GAPS, HistorySerializer
@@ -90,8 +91,7 @@ def prepare(
 ) -> None:
     """Write everything that training, generation and evaluation on events need into a directory.
 
-    `events`, `items`: csv, jsonl or parquet; `columns` of events: `user`, `time` (seconds), `item`; of items: `item`,
-    `value`, `description`. `unknown`, `order`: see ptf.events.histories.read; `hold_out`: see its `split`.
+    `events`, `items`, `columns`, `item_columns`, `unknown`, `order`, `hold_out`: see `read_events`.
     `ids`: `items`, one token for each item, or `{levels: [64, 64]}`, semantic ids with so many codes per level.
     `window`: most tokens of a history. `opening`: the weight of the first item of a basket; the others have weight 1.
     `prompts`: number of each user's newest baskets, of those that may be trained on, that become prompts to train on.
@@ -103,9 +103,9 @@ def prepare(
         raise UserError("model: a model that `base` names has its own sizes; give `base` or `model`, not both")
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    facts = catalogue_rows(items, item_columns)
-    histories = read(table(events), columns, facts, unknown=unknown, order=order)
-    splits = {user: split(history, hold_out) for user, history in histories.by_user.items()}
+    facts, splits, counts = read_events(
+        events, items, columns=columns, item_columns=item_columns, unknown=unknown, order=order, hold_out=hold_out
+    )
     trained = [s.before for s in splits.values() if s.before]
     if not trained:
         raise UserError(f"{events}: with hold_out {hold_out!r} no user has a basket to train on")
@@ -128,7 +128,44 @@ def prepare(
             f"{events}: with hold_out {hold_out!r} nothing is left to train on: no user has two baskets, "
             "or two items, before what is held out"
         )
-    print(_summary(histories.counts, len(splits), len(facts), len(held_out), serializer.left_out), flush=True)
+    print(_summary(counts, len(splits), len(facts), len(held_out), serializer.left_out), flush=True)
+
+
+def read_events(
+    events: str,
+    items: str,
+    *,
+    columns: Mapping[str, str] = {},
+    item_columns: Mapping[str, str] = {},
+    unknown: str = "error",
+    order: str = "error",
+    hold_out: str | float = "last",
+) -> tuple[dict[str, Item], dict[str, Split], dict[str, int]]:
+    """Return the items by name, the split history of each user, and counts of rows, from files of events and of items.
+
+    The files are csv, jsonl or parquet. `columns` of events: `user`, `time` (seconds), `item`, and `value` where each
+    event has a price; of items: `item`, `value`, `description`. `unknown`, `order`: see ptf.events.histories.read;
+    `hold_out`: see its `split`. With a time, the items are those that were known then. An item without an earlier event
+    is left out, and so are its held-out events (counted as `later`). An item's value is the median of its earlier
+    prices; without prices, it stays that of the items' file, which may contain what happened later.
+    """
+    facts = catalogue_rows(items, item_columns)
+    date = -math.inf if isinstance(hold_out, str) else hold_out
+    histories = read(table(events), columns, facts, unknown=unknown, order=order, date=date)
+    splits = {user: split(history, hold_out) for user, history in histories.by_user.items()}
+    counts = {**histories.counts, "later": 0}
+    if isinstance(hold_out, str):
+        return facts, splits, counts
+    known = {
+        name: replace(item, value=median(prices) if prices else item.value)
+        for name, item in facts.items()
+        if (prices := histories.prices.get(name)) is not None
+    }
+    for user, s in splits.items():
+        future = [Basket(basket.time, tuple(i for i in basket.items if i in known)) for basket in s.future]
+        counts["later"] += sum(len(basket.items) for basket in s.future) - sum(len(basket.items) for basket in future)
+        splits[user] = Split(s.before, tuple(basket for basket in future if basket.items))
+    return known, splits, counts
 
 
 def _summary(counts: Mapping[str, int], users: int, items: int, held_out: int, left_out: int) -> str:
@@ -138,6 +175,7 @@ def _summary(counts: Mapping[str, int], users: int, items: int, held_out: int, l
         f"{counts['unknown']} of unknown items; {users} users, "
         f"{counts['single']} left out with one event; {items} items; "
         f"{held_out} users have a basket held out; "
+        f"{counts['later']} held-out events of items that were first bought later are dropped; "
         f"{left_out} baskets of one item without a basket before them are not trained"
     )
 
@@ -257,10 +295,7 @@ def catalogue_rows(path: str, columns: Mapping[str, str]) -> dict[str, Item]:
             raise UserError(f"{here}: the column {', '.join(missing)} is missing; this row has {sorted(row)}")
         if absent(row.get(name)):
             raise UserError(f"{here}: the column {name!r} is empty; this row has {dict(row)}")
-        try:
-            worth = float(row[value]) if value in row else 1.0
-        except (ValueError, TypeError):
-            worth = math.nan
+        worth = number_in(row[value]) if value in row else 1.0
         if not 0 <= worth < math.inf:
             raise UserError(f"{here}: {value} must be a number of at least 0, not {row[value]!r}")
         key, text = str(row[name]), "" if absent(row.get(description)) else str(row[description])

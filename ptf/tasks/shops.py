@@ -1,30 +1,39 @@
-"""The first year of Online Retail II (D. Chen, UCI; CC BY 4.0): the purchases of 4,285 customers of a gift shop, as
-events."""
+"""Public data as events: files in `events/` under the public data, of which `make data` writes all but the first.
 
-from pathlib import Path
+online_retail      the first year of Online Retail II (D. Chen, UCI; CC BY 4.0), a gift shop
+complete_journey   The Complete Journey (84.51°): groceries, simulated on real patterns, for education; not for research
+movielens_100k     MovieLens 100k (GroupLens; for research, not to be redistributed): ratings, none of which repeats
+"""
+
 from typing import Any
 
+from ptf.errors import UserError
 from ptf.events import prepare as events
 from ptf.tasks.tiny import public_file
 
+# beginning of the files' names, and how their columns are named
+SHOPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "online_retail": (
+        "online_retail_2009_2010",
+        {"columns": {"user": "customer", "time": "unix_ts"}, "item_columns": {"value": "median_price"}},
+    ),
+    "complete_journey": ("complete_journey", {"columns": {"value": "value"}}),
+    "movielens_100k": ("movielens_100k", {}),
+}
 
-def files(data: str | None) -> tuple[Path, Path]:
-    """Return the paths of the events and of the items. Raise UserError if one of them does not exist."""
-    bought, items = (f"events/online_retail_2009_2010_{kind}.csv.gz" for kind in ("events", "items"))
-    return public_file(data, bought), public_file(data, items)
 
+def source(shop: str, data: str | None = None) -> dict[str, Any]:
+    """Return the arguments of `ptf.events.prepare.read_events` that say where a shop's events are.
 
-def prepare(directory: str, *, data: str | None = None, **arguments: Any) -> None:
-    """Call `ptf.events.prepare.prepare` with `arguments` on the files in `events/` under `data`.
-
-    The default of `data` is $PTF_DATA, or else ../shared/data.
+    The default of `data` is $PTF_DATA, or else ../shared/data. Raises UserError for an unknown shop or a missing file.
     """
-    bought, items = files(data)
-    events.prepare(
-        directory,
-        events=str(bought),
-        items=str(items),
-        columns={"user": "customer", "time": "unix_ts"},
-        item_columns={"value": "median_price"},
-        **arguments,
-    )
+    if shop not in SHOPS:
+        raise UserError(f"shop must be one of {', '.join(SHOPS)}, not {shop!r}")
+    name, columns = SHOPS[shop]
+    files = {kind: str(public_file(data, f"events/{name}_{kind}.csv.gz")) for kind in ("events", "items")}
+    return {**files, **columns}
+
+
+def prepare(directory: str, *, shop: str, data: str | None = None, **arguments: Any) -> None:
+    """Call `ptf.events.prepare.prepare` with `arguments` on the files of a shop."""
+    events.prepare(directory, **source(shop, data), **arguments)

@@ -12,7 +12,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue
 from ptf.events.item_vectors import cooccurrence_vectors, item_vectors, rotate_to_width, text_vectors
-from ptf.events.prepare import catalogue_rows, generated, prepare
+from ptf.events.prepare import catalogue_rows, generated, prepare, read_events
 from ptf.events.semantic_ids import SemanticIds
 from tests.tiny import read_jsonl, write_jsonl
 
@@ -98,6 +98,52 @@ def test_no_row_to_train_on_has_what_is_held_out(made: Path, tmp_path: Path) -> 
     assert continued["events"][continued["context"] :] == [[planted.text]], (
         "it is what is predicted, after all that is given"
     )
+
+
+def test_a_date_splits_items_and_values_as_they_were_known_then(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The price of an item rises after the date, and another item is first bought then."""
+    date = 1e9
+    events = [{**row, "price": 1.0} for row in read_jsonl(made / "events.jsonl")]
+    paid = [("item1", 1, 2.0), ("item2", 2, 3.0), ("item1", 3, 4.0), ("item1", date, 90.0), ("planted", date, 7.0)]
+    paid += [("planted", date + 1, 7.0), ("planted", date + 2, 7.0), ("item2", date + 2, 3.0)]
+    events = [row for row in events if row["item"] not in ("item1", "item2")]
+    write_jsonl(
+        tmp_path / "events.jsonl",
+        [*events, *({"user": "new", "time": time, "item": item, "price": price} for item, time, price in paid)],
+    )
+    planted = {"item": "planted", "value": 50.0, "description": "planted"}
+    write_jsonl(tmp_path / "items.jsonl", [*read_jsonl(made / "items.jsonl"), planted])
+    files = {"events": str(tmp_path / "events.jsonl"), "items": str(tmp_path / "items.jsonl")}
+    prepare(str(tmp_path / "date"), **files, columns={"value": "price"}, hold_out=date)
+    assert "3 held-out events of items that were first bought later are dropped" in capsys.readouterr().out
+    known = Catalogue.load(str(tmp_path / "date" / "catalogue.json")).by_name
+    assert "planted" not in known
+    assert len(np.load(tmp_path / "date" / "vectors.npy")) == len(known)
+    assert known["item1"].value == 3.0
+    (row,) = read_jsonl(tmp_path / "date" / "held_out.jsonl")
+    assert row["future"] == [["item1"], ["item2"]]
+    for name in ("catalogue.json", "tokens.jsonl", "train.jsonl", "train_prompts.jsonl", "held_out.jsonl"):
+        assert "planted" not in (tmp_path / "date" / name).read_text()
+
+    prepare(str(tmp_path / "last"), **files, columns={"value": "price"})  # negative control: nothing is dropped
+    assert "0 held-out events of items that were first bought later are dropped" in capsys.readouterr().out
+    always = Catalogue.load(str(tmp_path / "last" / "catalogue.json")).by_name
+    assert always["planted"].value == 50.0
+    listed = {row["item"]: row["value"] for row in read_jsonl(made / "items.jsonl")}
+    assert always["item1"].value == listed["item1"] != 3.0
+    (row,) = [row for row in read_jsonl(tmp_path / "last" / "held_out.jsonl") if row["user"] == "new"]
+    assert set(row["future"][0]) == {"planted", "item2"}
+
+    unpriced, _, counts = read_events(**files, hold_out=date)  # without prices, the file's values stay
+    assert unpriced["item1"].value == listed["item1"]
+    assert unpriced.keys() == known.keys()
+    assert counts["later"] == 3
+    with pytest.raises(UserError, match="'planted' is not in the catalogue"):  # which is another thing than `later`
+        read_events(files["events"], str(made / "items.jsonl"), hold_out=date)
+    with pytest.raises(UserError, match="no user has a basket to train on"):
+        prepare(str(tmp_path / "early"), **files, hold_out=-1)
 
 
 @pytest.mark.parametrize("window", [16, 64, 512])

@@ -51,6 +51,21 @@ def test_disorder_and_unknown_items_may_be_allowed() -> None:
     assert found.counts["unknown"] == 1
 
 
+def test_prices_are_those_of_events_before_the_date() -> None:
+    paid = [("u", 1, "a", "2.5"), ("u", 2, "a", 3.5), ("u", 3, "a", 9), ("u", 3, "b", 9), ("v", 2, "c", 1)]
+    priced = [("f", {"user": user, "time": time, "item": item, "price": price}) for user, time, item, price in paid]
+    found = read(priced, {"value": "price"}, KNOWN, date=3)
+    assert {item: list(prices) for item, prices in found.prices.items()} == {"a": [2.5, 3.5], "c": [1.0]}
+    without = read(priced, {}, KNOWN, date=3)
+    assert {item: list(prices) for item, prices in without.prices.items()} == {"a": [], "c": []}
+    assert read(priced, {"value": "price"}, KNOWN).prices == {}
+    for price, message in ((-1, "price must be a number of at least 0, not -1"), ("", "the column price is missing")):
+        with pytest.raises(UserError, match=f"f, event 1: {message}"):
+            read([("f", {"user": "u", "time": 1, "item": "a", "price": price})], {"value": "price"}, KNOWN)
+    with pytest.raises(UserError, match="columns: prize is none of user, time, item, value"):
+        read(priced, {"prize": "price"}, KNOWN)
+
+
 HISTORIES = st.lists(st.integers(0, 50), min_size=1, max_size=9, unique=True).map(
     lambda times: tuple(Basket(float(t), ("a",)) for t in sorted(times))
 )
