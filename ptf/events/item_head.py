@@ -4,21 +4,27 @@ It is chosen by `model.head: {use: "ptf.events.item_head:NextItem", args: {items
 
 There is one class for each item and one for the end of a basket; the size of the vocabulary does not matter. The order
 inside a basket has no meaning, so with `set_wise` each position predicts all items that follow in its basket, with
-equal weights. The head may also predict numbers, such as the value, of the next basket.
+equal weights. With `copy`, items that the customer had before gain what ptf.events.copy_term says. The head may also
+predict numbers, such as the value, of the next basket.
 """
 
+import itertools
 import math
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ptf.data.baskets import BASKETS
 from ptf.data.encode import VALUE
 from ptf.errors import UserError
-from ptf.model.chunked import cross_entropy
+from ptf.events.copy_term import CopyTerm, OwnPairs, spread, wide
+from ptf.events.own_items import EventTokens, OwnItems, baskets_of, joined, own_items
+from ptf.model.chunked import CHUNK_BYTES, cross_entropy
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
@@ -27,9 +33,10 @@ from ptf.model.layers import LayerFactory
 class NextItem(nn.Module):
     """Scores of the next item, of the end of the basket, and of numbers of the next basket.
 
-    `items` is a safetensors file with `ids` [items], each item's token, and `rows` [items, D], the initial weights
-    (ptf.events.prepare writes it). With `set_wise`, the rest of the basket is predicted, not only the next item.
-    `sampled` is the number of uniformly drawn items in the normaliser of the loss (Jean et al. 2015), by default all.
+    `items` is a safetensors file with `ids` [items], each item's token, `rows` [items, D], the initial weights, and
+    `gaps` [gaps, 2], the tokens of gaps with their days (ptf.events.prepare writes it). With `set_wise`, the rest of
+    the basket is predicted, not only the next item. With `copy`, own items have a copy term. `sampled` is the number of
+    uniformly drawn items in the normaliser of the loss (Jean et al. 2015), by default all; own items are always in it.
     `values` maps the names of numbers in the rows that are to be predicted for the next basket to the weight of their
     loss, the squared error of log(1 + value): {days: 0.1}.
     """
@@ -42,6 +49,7 @@ class NextItem(nn.Module):
         *,
         items: str,
         set_wise: bool = False,
+        copy: bool = False,
         sampled: int | None = None,
         values: Mapping[str, float] = {},
     ) -> None:
@@ -49,17 +57,18 @@ class NextItem(nn.Module):
         super().__init__()
         try:
             with safe_open(items, "pt") as stored:
-                ids, rows = stored.get_tensor("ids"), stored.get_tensor("rows")
+                ids, rows, gaps = (stored.get_tensor(name) for name in ("ids", "rows", "gaps"))
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"model.head: {items} has no `ids` and `rows` (ptf.events.prepare writes it with `ids: items`): {error}"
+                f"model.head: {items} has no `ids`, `rows` and `gaps` (ptf.events.prepare writes it with "
+                f"`ids: items`): {error}"
             ) from None
         if factory.lora is not None and factory.lora.adapts(f"{path}.items"):
             raise UserError(
                 "model.lora.targets: an adapter of head.items has no effect, because the head reads its weights; "
                 "leave it out"
             )
-        if int(ids.max()) >= config.vocab or rows.shape[1] != config.dim:
+        if max(int(ids.max()), int(gaps[:, 0].max())) >= config.vocab or rows.shape[1] != config.dim:
             raise UserError(
                 f"model.head: {items} has rows of width {rows.shape[1]} and tokens up to {int(ids.max())}, but "
                 f"the model has width {config.dim} and a "
@@ -77,56 +86,170 @@ class NextItem(nn.Module):
         self.numbers = (
             factory.linear(f"{path}.numbers", config.dim, len(self.values), bias=True) if self.values else None
         )
+        self.copy = CopyTerm(config.dim, len(ids), factory, f"{path}.copy") if copy else None
         place = torch.full((config.vocab,), self.end)
         place[ids] = torch.arange(len(ids))
         self.register_buffer("place", place)  # [vocab]: the class of each token; its name is part of stored models
+        self.takes_contexts = copy
+        days = np.full(config.vocab, -1.0, np.float32)
+        days[gaps[:, 0].long().numpy()] = gaps[:, 1].numpy()
+        self.meaning = EventTokens(np.where(place.numpy() == self.end, -1, place.numpy()), days)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return log-probabilities and predicted numbers, [B, T, D] → [B, T, items + 1 + values].
+    def forward(self, x: Tensor, contexts: Sequence[np.ndarray] | None = None) -> Tensor:
+        """Return log-probabilities and predicted numbers, [..., D] → [..., items + 1 + values].
 
         They are the log-probabilities of the items and of the end of the basket, then the predicted log(1 + value)s.
+        With `copy`, `contexts` are those of `logits`.
         """
-        scores = self.items(x).float().log_softmax(-1)
-        return scores if self.numbers is None else torch.cat([scores, self.numbers(x).float()], -1)
+        scores = self._scores(x, contexts).log_softmax(-1)
+        return scores if self.numbers is None else torch.cat([scores, wide(self.numbers(x))], -1)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, contexts: Sequence[np.ndarray] | None = None) -> Tensor:
         """Return logits over the vocabulary, [..., D] → [..., vocab].
 
-        Every token that is not an item has the logit of the basket's end, so the logits are valid only for responses
-        that are restricted to items.
+        With `copy`, x is [N, D], and `contexts` are the tokens up to each of its states, int32. Every token that is not
+        an item has the logit of the basket's end, so the logits are valid only for responses that are restricted to
+        items.
         """
-        return self.items(x).float()[..., self.place]
+        return self._scores(x, contexts)[..., self.place]
+
+    def _scores(self, x: Tensor, contexts: Sequence[np.ndarray] | None) -> Tensor:
+        """Return the scores of the items and of the end, [..., items + 1]."""
+        if self.copy is None:
+            return wide(self.items(x))
+        assert contexts is not None
+        assert len(contexts) == len(x)
+        newest = [baskets_of(tokens, self.meaning).of[-1:] for tokens in contexts]
+        own = joined([own_items(t, self.meaning, of[of >= 0]) for t, of in zip(contexts, newest, strict=True)])
+        opened = np.concatenate([of >= 0 for of in newest])
+        return self._copied(x, self._pairs(own, np.where(opened, opened.cumsum() - 1, -1)))[0]
+
+    def _pairs(self, own: OwnItems, which: np.ndarray) -> OwnPairs:
+        """Return the pairs of states whose own items are those of position `which` (−1: none)."""
+        assert self.copy is not None
+        items, base = self.copy.base(own)
+        states, place = (torch.from_numpy(index).to(base.device) for index in spread(own.ends, which))
+        return OwnPairs(states, items[place], base[place])
+
+    def _copied(self, x: Tensor, pairs: OwnPairs) -> tuple[Tensor, Tensor]:
+        """Return the scores of x [N, D] with the copy term, [N, items + 1], and what each pair gained, [pairs]."""
+        assert self.copy is not None
+        scores = wide(self.items(x))
+        gains = self.copy(x, scores[pairs.states, pairs.items], pairs)
+        return scores.index_put((pairs.states, pairs.items), gains, accumulate=True), gains
 
     def loss(self, x: Tensor, batch: Any) -> Tensor:
         """Return the summed loss of a batch, from hidden states [B, T, D]."""
         classes, weight = cast("Tensor", self.place)[batch.targets], self.items.weight
-        if self.sampled is None or not torch.is_grad_enabled():  # held-out losses are exact
+        sampled = self.sampled if torch.is_grad_enabled() else None  # held-out losses are exact
+        if self.copy is not None:
+            loss = self._copying_loss(x, weight, classes, batch, sampled)
+        elif sampled is None:
             loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.loss_weights, batch.trained_positions)
         else:
-            loss = self._sampled_loss(x, weight, classes, batch, self.sampled)
-        if self.set_wise:
-            rest = mean_over_rest(weight[classes], batch)
-            loss = loss + ((x * (weight[classes] - rest)).sum(-1).float() * batch.loss_weights).sum()
+            loss = self._sampled_loss(x, weight, classes, batch, sampled)
+        if self.set_wise and self.copy is None:
+            rows = weight[classes]
+            rest = mean_over(rows.flatten(0, 1), ends_of_rests(batch)).view_as(rows)
+            loss = loss + (wide((x * (rows - rest)).sum(-1)) * batch.loss_weights).sum()
         return loss + self._value_loss(x, batch)
 
-    def _sampled_loss(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int) -> Tensor:
-        """Return the cross-entropy with a normaliser over the target, the end, and `sampled` random items.
+    def _copying_loss(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int | None) -> Tensor:
+        """Return the cross-entropy with the copy term, in chunks that are computed again in the backward pass."""
+        assert self.copy is not None
+        own = own_of_batch(batch, self.meaning)
+        items, base = self.copy.base(own.items)
+        here = torch.arange(classes.numel(), device=x.device)
+        ends = ends_of_rests(batch) if self.set_wise else here + 1
+        wanted = mean_over(weight[classes].flatten(0, 1), ends)
+        drawn = None if sampled is None else self._drawn(batch, sampled)
+        states, place = spread(own.items.ends, own.which)
+        width = self.end if sampled is None else sampled + weight.shape[1]
+        size = max(1, CHUNK_BYTES // (4 * width))
+        bounds = np.searchsorted(states, np.arange(0, len(own.which) + size + 1, size))  # of each chunk's pairs
+        total = wide(x.new_zeros(()))
+        for chunk, at in enumerate(batch.trained_positions.split(size)):
+            pairs = slice(bounds[chunk], bounds[chunk + 1])
+            index, owned, bought = (
+                torch.from_numpy(part).to(x.device)
+                for part in (states[pairs] - chunk * size, place[pairs], own.bought[place[pairs]])
+            )
+            # an own item that the rest of the basket has is one of the `ends - at` that are wanted
+            share = ((bought > at[index]) & (bought <= ends[at][index])) / (ends - here)[at][index]
+            total = total + checkpoint(
+                self._copying_chunk,
+                x.flatten(0, 1)[at],
+                wanted[at],
+                OwnPairs(index, items[owned], base[owned]),
+                share,
+                batch.loss_weights.flatten()[at],
+                None if drawn is None else (classes.flatten()[at], drawn),
+                use_reentrant=False,
+            )
+        return total + 0.0 * torch.cat([p.flatten() for p in self.copy.parameters()]).sum()  # on a rank without rows
 
-        The items are the same for all positions; the seed is computed from the batch's tokens.
-        """
+    def _copying_chunk(
+        self,
+        x: Tensor,
+        wanted: Tensor,
+        pairs: OwnPairs,
+        share: Tensor,
+        weights: Tensor,
+        candidates: tuple[Tensor, tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:
+        """Return the summed loss of states [n, D], whose wanted items have the mean row `wanted` [n, D], and which of
+        them are own items the `share` [pairs] of each pair."""
+        if candidates is None:
+            scores, gains = self._copied(x, pairs)
+            normaliser = scores.logsumexp(-1)
+        else:
+            assert self.copy is not None
+            scores = wide((x[pairs.states] * self.items.weight[pairs.items]).sum(-1))
+            gains = self.copy(x, scores, pairs)
+            targets, drawn = candidates
+            owned = torch.zeros(len(x), self.end + 1, dtype=torch.bool, device=x.device)
+            owned[pairs.states, pairs.items] = True
+            normaliser = torch.logaddexp(
+                self._sampled_normaliser(x, targets, drawn, owned), _logsumexp(scores + gains, pairs.states, len(x))
+            )
+        copied = torch.zeros_like(normaliser).index_add(0, pairs.states, gains * share)
+        return ((normaliser - wide((x * wanted).sum(-1)) - copied) * weights).sum()
+
+    def _sampled_loss(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int) -> Tensor:
+        """Return the cross-entropy with a normaliser over the target, the end, and `sampled` random items."""
         trained = batch.trained_positions
+        x, targets = x.flatten(0, 1)[trained], classes.flatten()[trained]
+        normaliser = self._sampled_normaliser(x, targets, self._drawn(batch, sampled))
+        wanted = wide((x * weight[targets]).sum(-1))
+        return ((normaliser - wanted) * batch.loss_weights.flatten()[trained]).sum()
+
+    def _drawn(self, batch: Any, sampled: int) -> tuple[Tensor, Tensor]:
+        """Return the candidates of a batch, `sampled` random items and the end, with the corrections of their scores.
+
+        They are the same for all positions; the seed is computed from the batch's tokens.
+        """
         flat = batch.tokens.flatten().cpu()
         # Different sequences, or the same sequences in a different order, give a different seed.
         generator = torch.Generator().manual_seed(int((flat * torch.arange(1, len(flat) + 1)).sum()))
-        drawn = torch.randperm(self.end, generator=generator)[:sampled].to(x.device)
-        x, targets = x.flatten(0, 1)[trained], classes.flatten()[trained]
-        own = (x * weight[targets]).sum(-1, keepdim=True).float()
-        candidates = torch.cat([drawn, drawn.new_tensor([self.end])])
-        others = (x @ weight[candidates].t()).float()
-        correction = others.new_full((len(candidates),), math.log(self.end / sampled))
+        drawn = torch.randperm(self.end, generator=generator)[:sampled]
+        correction = torch.full((sampled + 1,), math.log(self.end / sampled))
         correction[-1] = 0.0  # the end is always a candidate
-        others = (others + correction).masked_fill(candidates == targets[:, None], -torch.inf)
-        return ((torch.cat([own, others], -1).logsumexp(-1) - own[:, 0]) * batch.loss_weights.flatten()[trained]).sum()
+        device = batch.tokens.device
+        return torch.cat([drawn, drawn.new_tensor([self.end])]).to(device), correction.to(device)
+
+    def _sampled_normaliser(
+        self, x: Tensor, targets: Tensor, drawn: tuple[Tensor, Tensor], owned: Tensor | None = None
+    ) -> Tensor:
+        """Return the log of the normaliser over the targets [N] and the candidates, without those that are `owned`
+        [N, items + 1]: [N]."""
+        candidates, correction = drawn
+        own = wide((x * self.items.weight[targets]).sum(-1, keepdim=True))
+        others = wide(x @ self.items.weight[candidates].t()) + correction
+        others = others.masked_fill(candidates == targets[:, None], -torch.inf)
+        if owned is not None:
+            own = own.masked_fill(owned.gather(1, targets[:, None]), -torch.inf)
+            others = others.masked_fill(owned[:, candidates], -torch.inf)
+        return torch.cat([own, others], -1).logsumexp(-1)
 
     def _value_loss(self, x: Tensor, batch: Any) -> Tensor:
         """Return Σ ½ (prediction − log(1 + value))² over the positions before a basket that has a value."""
@@ -134,7 +257,7 @@ class NextItem(nn.Module):
             return x.new_zeros((), dtype=torch.float32) + (
                 0.0 if self.numbers is None else 0.0 * self.numbers(x[:, :1]).sum()
             )
-        predicted = self.numbers(x[starts]).float()
+        predicted = wide(self.numbers(x[starts]))
         total = 0.0 * predicted.sum()  # so that every rank has a gradient, even if its sequences have no values
         # Rows of some sources may have no values.
         known = [stream.removeprefix(VALUE) for stream in batch.token_columns if stream.startswith(VALUE)]
@@ -160,29 +283,80 @@ def basket_starts(batch: Any) -> Tensor:
     return (basket > 0) & first & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
 
 
-def mean_over_rest(rows: Tensor, batch: Any) -> Tensor:
-    """Return, for each position, the mean vector of the rest of its basket, [B, T, D].
-
-    `rows` has the vector of the next token at each position. The mean is over the next token and the tokens after it in
-    the same basket.
-    """
+def ends_of_rests(batch: Any) -> Tensor:
+    """Return, for each position of [B · T], the position after the last that predicts an item of the same basket: the
+    items that are still to come are those that the positions from this one to there predict."""
+    here = torch.arange(batch.tokens.numel(), device=batch.tokens.device)
     if BASKETS not in batch.token_columns:
         if not batch.loss_weights.any():
-            return rows
+            return here + 1
         raise UserError(
             "model.head: set_wise needs baskets (lists inside `events`), but these rows have none; turn it off"
         )
     basket = batch.token_columns[BASKETS][..., 0].long()
-    b, t = basket.shape
     key = torch.where(basket > 0, basket, 0) + (batch.segments + 1) * (int(basket.max()) + 1)
     begins = torch.ones_like(key, dtype=torch.bool)
     begins[:, 1:] = (key[:, 1:] != key[:, :-1]) | (basket[:, 1:] == 0)
     run = begins.flatten().cumsum(0) - 1  # the run of positions that each position belongs to
-    last = torch.zeros(int(run[-1]) + 1, dtype=torch.long, device=run.device).scatter_reduce(
-        0, run, torch.arange(b * t, device=run.device), "amax"
+    last = torch.zeros(int(run[-1]) + 1, dtype=torch.long, device=run.device).scatter_reduce(0, run, here, "amax")
+    return last[run] + 1
+
+
+def mean_over(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return for each of [n] positions the mean of the rows [n, D] from it to before `ends`, [n, D]."""
+    here = torch.arange(len(rows), device=rows.device)
+    # [n + 1, D] in float64, to keep the rounding of the differences small
+    sums = torch.nn.functional.pad(rows.double().cumsum(0), (0, 0, 1, 0))
+    return ((sums[ends] - sums[here]) / (ends - here)[:, None]).to(rows.dtype)
+
+
+class OwnOfBatch(NamedTuple):
+    """The own items of the trained positions of a batch."""
+
+    items: OwnItems  # at the baskets that the positions are in
+    which: np.ndarray  # [trained] int64: the position of `items` for each trained one, −1 if it is in no basket
+    bought: np.ndarray  # [own] int64: the index in [B · T] of the token of this item in that basket, −1 if it has none
+
+
+def own_of_batch(batch: Any, meaning: EventTokens) -> OwnOfBatch:
+    """Return the own items of the trained positions of a batch."""
+    tokens, segments, trained = (
+        t.flatten().cpu().numpy() for t in (batch.tokens, batch.segments, batch.trained_positions)
     )
-    # [B·T + 1, D] in float64, to keep the rounding of the differences small
-    sums = torch.nn.functional.pad(rows.flatten(0, 1).double().cumsum(0), (0, 0, 1, 0))
-    here = torch.arange(b * t, device=run.device)
-    ends = last[run] + 1
-    return ((sums[ends] - sums[here]) / (ends - here)[:, None]).to(rows.dtype).view_as(rows)
+    bounds = np.flatnonzero(np.diff(segments, prepend=-2, append=-2))
+    parts, which, bought, known = list[OwnItems](), [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for first, last in itertools.pairwise(bounds):
+        at = trained[np.searchsorted(trained, first) : np.searchsorted(trained, last)] - first
+        if not len(at):
+            continue
+        document = tokens[first:last]
+        of = baskets_of(document, meaning).of
+        wanted = np.unique(of[at][of[at] >= 0])
+        own = own_items(document, meaning, wanted)
+        which.append(np.where(of[at] >= 0, known + np.searchsorted(wanted, of[at]), -1))
+        bought.append(_bought(document, meaning, of, wanted, own, int(first)))
+        known += len(wanted)
+        parts.append(own)
+    return OwnOfBatch(joined(parts), np.concatenate(which), np.concatenate(bought))
+
+
+def _bought(
+    document: np.ndarray, meaning: EventTokens, of: np.ndarray, wanted: np.ndarray, own: OwnItems, first: int
+) -> np.ndarray:
+    """Return for each own item the index of its token in the basket that was opened, or −1, [own]."""
+    most = len(meaning.item) + 1
+    tokens = np.flatnonzero(meaning.item[document] >= 0)
+    keys = of[tokens] * most + meaning.item[document[tokens]]
+    order = np.argsort(keys, kind="stable")
+    sought = np.repeat(wanted, np.diff(own.ends, prepend=0)) * most + own.items
+    place = np.minimum(np.searchsorted(keys[order], sought), max(len(keys) - 1, 0))
+    if not len(keys):
+        return np.zeros(0, np.int64)
+    found = keys[order][place] == sought
+    return np.where(found, first + tokens[order][place], -1)
+
+
+def _logsumexp(values: Tensor, states: Tensor, count: int) -> Tensor:
+    """Return log Σ exp of the values [pairs] of each of `count` states; of none about −1e30."""
+    top = values.new_full((count,), -1e30).scatter_reduce(0, states, values.detach(), "amax")
+    return top + torch.zeros_like(top).index_add(0, states, (values - top[states]).exp()).clamp(min=1e-30).log()

@@ -45,7 +45,7 @@ from ptf.events.catalogue import Catalogue, Item
 from ptf.events.histories import Basket, History, Split, absent, number_in, read, split, table
 from ptf.events.item_vectors import item_vectors, rotate_to_width
 from ptf.events.semantic_ids import SemanticIds
-from ptf.events.serialize import DAY, GAPS, HistorySerializer
+from ptf.events.serialize import DAY, GAPS, HistorySerializer, days_of
 
 SIZES = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -118,7 +118,8 @@ def prepare(
     if ids == "items" and base is None:
         token_ids = np.array(tokenizer.encode_all(item_tokens.texts), np.int64)[:, 0]
         rows = rotate_to_width(item_tokens.rows, width, seed)
-        save_file({"ids": token_ids, "rows": rows}, root / "items.safetensors")
+        gaps = [(tokenizer.encode(f"<gap_{n}>")[0], days_of(n)) for n in range(GAPS if gaps else 1)]
+        save_file({"ids": token_ids, "rows": rows, "gaps": np.array(gaps, np.float32)}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
     np.save(root / "vectors.npy", vectors.astype(np.float32))
     serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, opening)

@@ -19,6 +19,11 @@ DAY = 86400.0
 GAPS = 10  # number of gap tokens: less than a day, then intervals that double in length
 
 
+def days_of(gap: int) -> float:
+    """Return the days that a gap token stands for: the middle of 0 to 1, 1 to 2, 2 to 4, 4 to 8 days, ..."""
+    return 0.5 if gap == 0 else 1.5 * 2 ** (gap - 1)
+
+
 @dataclass(frozen=True)
 class SerializedBasket:
     """A basket as tokens."""

@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from ptf.data.batch import Batch
 from ptf.data.document import Document
 from ptf.data.encode import VALUE
 from ptf.errors import UserError
 from ptf.events.item_head import NextItem, basket_starts
+from ptf.events.own_items import baskets_of, own_items
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
@@ -23,11 +25,12 @@ from tests.bounds import ROUNDINGS, excess, traced
 
 VOCAB, ITEMS, D = 40, 24, 16
 IDS = torch.arange(10, 10 + ITEMS)
+GAPS = torch.tensor([[2, 0.5], [3, 6.0]])
 
 
 def head(place: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> NextItem:
     torch.manual_seed(0)
-    save_file({"ids": IDS, "rows": torch.randn(ITEMS, D)}, place / "items.safetensors")
+    save_file({"ids": IDS, "rows": torch.randn(ITEMS, D), "gaps": GAPS}, place / "items.safetensors")
     made = NextItem(config(), LayerFactory(), "head", items=str(place / "items.safetensors"), **settings)
     return made.to(dtype)
 
@@ -41,7 +44,7 @@ def history(rng: np.random.Generator, baskets: int) -> Document:
     tokens, weights, where, days = [1], [0.0], [(0, 0)], [np.nan]
     for basket in range(1, baskets + 1):
         size = int(rng.integers(1, 5))
-        tokens += [*rng.choice(IDS.numpy(), size, replace=False).tolist(), 2]
+        tokens += [*rng.choice(IDS.numpy()[:8], size, replace=False).tolist(), int(rng.integers(2, 4))]
         weights += [float(basket > 1) * (3.0 if n == 0 else 1.0) for n in range(size + 1)]
         where += [*((basket, n) for n in range(size)), (0, 0)]
         days += [float(rng.integers(0, 50)) if basket != 3 else np.nan] * size + [np.nan]
@@ -55,8 +58,22 @@ def packed(seed: int = 0) -> Batch:
     return Batch.of([[(history(rng, 3),), (history(rng, 4),)], [(history(rng, 5),)]], 48)
 
 
-def dense(weight: Tensor, x: Tensor, batch: Batch, set_wise: bool) -> Tensor:
-    """Place by place."""
+def copied(of: NextItem, x: Tensor, scores: Tensor, context: np.ndarray) -> Tensor:
+    """Scores [items + 1] with the copy term of one state, item by item, in float64."""
+    assert of.copy is not None
+    term = of.copy
+    hidden, out, gate = (layer.weight.double() for layer in (term.hidden, term.out, term.gate))
+    own = own_items(context, of.meaning, baskets_of(context, of.meaning).of[-1:])
+    gains = torch.zeros_like(scores)
+    for item, features in zip(own.items, torch.from_numpy(own.features).double(), strict=True):
+        c = out[0] @ F.gelu(hidden @ features + term.hidden.bias.double())  # type: ignore[union-attr]
+        c = c + term.again[item].double() + gate[0] @ x + term.gate.bias.double()[0]  # type: ignore[union-attr]
+        gains[item] = c + (term.share.double()[0] - 1) * scores[item]
+    return scores + gains
+
+
+def dense(weight: Tensor, x: Tensor, batch: Batch, set_wise: bool, of: NextItem | None = None) -> Tensor:
+    """Place by place; `of` has the copy term."""
     total = torch.zeros((), dtype=torch.float64)
     baskets = batch.token_columns["baskets"]
     for b in range(x.shape[0]):
@@ -75,7 +92,11 @@ def dense(weight: Tensor, x: Tensor, batch: Batch, set_wise: bool) -> Tensor:
             ):
                 rest.append(rest[-1] + 1)
             classes = [int(token) - 10 if 10 <= int(token) < 10 + ITEMS else ITEMS for token in batch.targets[b, rest]]
-            logprobs = (weight @ x[b, t]).log_softmax(0)
+            scores = weight @ x[b, t]
+            if of is not None:
+                start = t - int(batch.positions[b, t])
+                scores = copied(of, x[b, t], scores, batch.tokens[b, start : t + 1].numpy())
+            logprobs = scores.log_softmax(0)
             total = total - batch.loss_weights[b, t] * logprobs[classes].mean()
     return total
 
@@ -93,6 +114,59 @@ def test_loss_and_gradient_are_those_of_the_definition(tmp_path: Path, set_wise:
     assert excess([g * (1 + 1e-4) for g in found], wanted) > ROUNDINGS
     # the control: the two are not the same
     assert excess([loss], [dense(weight, exact, batch, not set_wise)]) > ROUNDINGS
+
+
+def learned(of: NextItem) -> NextItem:
+    """With a copy term that says something."""
+    assert of.copy is not None
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in of.copy.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return of
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 4 * (ITEMS + 1) * 5])
+@pytest.mark.parametrize("set_wise", [False, True])
+def test_loss_with_the_copy_term_is_that_of_the_definition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_wise: bool, chunk: int
+) -> None:
+    monkeypatch.setattr("ptf.events.item_head.CHUNK_BYTES", chunk)
+    batch, ours = packed(), learned(head(tmp_path, torch.float64, set_wise=set_wise, copy=True))
+    x = torch.randn(2, 48, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    loss, expected = ours.loss(x, batch), dense(ours.items.weight, x, batch, set_wise, ours)
+    inputs = [x, ours.items.weight]
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
+    for found, wanted in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert abs(float(loss) - float(dense(ours.items.weight, x, batch, set_wise))) > 1  # the control: without it
+
+
+def test_own_items_are_always_candidates(tmp_path: Path) -> None:
+    """Of few drawn items none need be an own item; with all of them drawn the normaliser is exact."""
+    batch, x = packed(), torch.randn(2, 48, D, generator=torch.Generator().manual_seed(1)) / 4
+    exact, most, few = (learned(head(tmp_path, copy=True, set_wise=True, sampled=n)) for n in (None, ITEMS - 1, 4))
+    losses = [float(of.loss(x, batch).detach()) for of in (exact, most, few)]
+    with torch.no_grad():
+        assert float(few.loss(x, batch)) == losses[0]  # held-out losses are exact
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert losses[2] == pytest.approx(losses[0], rel=0.2)
+    assert losses[1] != losses[0]
+
+
+def test_logits_have_the_copy_term_of_the_loss(tmp_path: Path) -> None:
+    batch, ours = packed(), learned(head(tmp_path, torch.float64, copy=True))
+    x = torch.randn(2, 48, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    total = 0.0
+    for b, t in torch.nonzero(batch.loss_weights).tolist():
+        context = batch.tokens[b, t - int(batch.positions[b, t]) : t + 1].numpy().astype(np.int32)
+        logprobs = ours(x[b, t][None], [context])[0]
+        target = int(ours.place[batch.targets[b, t]])  # type: ignore[index]
+        total -= float(batch.loss_weights[b, t] * logprobs[target])
+        items = ours.logits(x[b, t][None], [context])[0, IDS].log_softmax(0)
+        torch.testing.assert_close(items, logprobs[:-1].log_softmax(0))
+    assert float(ours.loss(x, batch)) == pytest.approx(total, rel=1e-6)
+    assert not torch.equal(ours.logits(x[0, :1], [batch.tokens[0, :1].numpy()]), ours.logits(x[0, :1], [context]))
 
 
 def test_some_items_stand_for_all(tmp_path: Path) -> None:
@@ -157,7 +231,7 @@ def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="sampled must be between 1 and 23"):
         head(tmp_path, **settings)
-    save_file({"ids": IDS, "rows": torch.randn(ITEMS, D + 1)}, tmp_path / "wide.safetensors")
+    save_file({"ids": IDS, "rows": torch.randn(ITEMS, D + 1), "gaps": GAPS}, tmp_path / "wide.safetensors")
     with pytest.raises(
         UserError, match=r"rows of width 17 and tokens up to 33, but the model has width 16 and a vocabulary of 40"
     ):
@@ -166,7 +240,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> 
     without = Batch(**{**vars_of(batch), "token_columns": {}})
     with pytest.raises(UserError, match="set_wise needs baskets"):
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
-    with pytest.raises(UserError, match=r"nowhere.* has no `ids` and `rows`"):
+    with pytest.raises(UserError, match=r"nowhere.* has no `ids`, `rows` and `gaps`"):
         NextItem(config(), LayerFactory(), "head", items=str(tmp_path / "nowhere.safetensors"))
     adapted = LayerFactory(lora=Lora(4, 8.0, ("*",)))
     with pytest.raises(UserError, match="has no effect"):

@@ -88,8 +88,8 @@ class ContinuousBatch:
     """The responses of a model that are generated at the moment, at most `most`; others wait.
 
     `prefill(contexts, attend_of)` computes contexts and returns the logits after each, [contexts, V]; `attend_of` is
-    called with their segments and positions. `decode(tokens, positions, attend)` returns the logits after one token
-    of each response.
+    called with their segments and positions. `decode(tokens, positions, attend, contexts)` returns the logits after one
+    token of each response; `contexts` gives all its tokens to there.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ContinuousBatch:
         device: torch.device,
         dtype: torch.dtype,
         prefill: Callable[[Sequence[np.ndarray], Callable[[Tensor, Tensor], Attend]], Tensor],
-        decode: Callable[[Tensor, Tensor, Attend], Tensor],
+        decode: Callable[[Tensor, Tensor, Attend, Callable[[], Sequence[np.ndarray]]], Tensor],
         most: int,
     ) -> None:
         self.config, self.device, self.dtype, self.most = config, device, dtype, most
@@ -127,7 +127,10 @@ class ContinuousBatch:
         if self.responses:
             last = torch.tensor([response.sampled[-1] for response in self.responses], device=self.device)
             positions = torch.from_numpy(self.cache.lengths).to(self.device)
-            self.logits = self.decode(last[:, None], positions[:, None], self.cache.step())
+            attend, live = self.cache.step(), self.responses
+            self.logits = self.decode(
+                last[:, None], positions[:, None], attend, lambda: [response.tokens for response in live]
+            )
         return news
 
     def _admit(self) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,7 +147,7 @@ class NativeEngine:
                 cache.keep(kept)
             turn = len(live[0].sampled) - 1
             positions = torch.tensor([[len(one.request.context) + turn] for one in live], device=self.device)
-            return self._logits(tokens[:, None], positions, cache.step(turn))
+            return self._logits(tokens[:, None], positions, cache.step(turn), lambda: [one.tokens for one in live])
 
         return self.sampled(requests, logits[which], following)
 
@@ -186,7 +187,7 @@ class NativeEngine:
         logits = self._prefill(contexts, cache.prefill).float()
         owner, states, scores = np.arange(len(contexts)), np.zeros(len(contexts), np.int64), np.zeros(len(contexts))
         cache.map_contexts(torch.from_numpy(owner).to(self.device))
-        lengths = np.array(list(map(len, contexts)))
+        lengths, said = np.array(list(map(len, contexts))), np.zeros((len(contexts), 0), np.int32)
         edges = edges_of(trie).to(self.device)
         for turn in range(trie.longest - 1):  # the last token ends the response
             logprobs = (
@@ -213,9 +214,13 @@ class NativeEngine:
             rows, tokens = parents[best], trie.tokens[edge[best]]
             cache.branch(torch.from_numpy(rows).to(self.device))
             owner, states, scores = owner[rows], trie.next_states[edge[best]].astype(np.int64), totals[best]
+            said = np.concatenate([said[rows], tokens[:, None]], 1, dtype=np.int32)
             positions = torch.from_numpy(lengths[owner] + turn)[:, None].to(self.device)
             logits = self._logits(
-                torch.from_numpy(tokens).long()[:, None].to(self.device), positions, cache.step(turn)
+                torch.from_numpy(tokens).long()[:, None].to(self.device),
+                positions,
+                cache.step(turn),
+                lambda: [np.concatenate([contexts[i], path]) for i, path in zip(owner, said, strict=True)],  # noqa: B023
             ).float()
 
     def _prefill(self, contexts: Sequence[np.ndarray], attend_of: Callable[[Tensor, Tensor], Attend]) -> Tensor:
@@ -226,8 +231,8 @@ class NativeEngine:
             batch = self._packed(group)
             ends = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(self.device)
 
-            def last(x: Tensor, head: Head, ends: Tensor = ends) -> Tensor:
-                return head.logits(x[0, ends])
+            def last(x: Tensor, head: Head, ends: Tensor = ends, group: Sequence[np.ndarray] = group) -> Tensor:
+                return _logits_of(head, x[0, ends], lambda: group)
 
             segments = torch.where(batch.segments < 0, -1, batch.segments + first)
             found.append(
@@ -246,8 +251,11 @@ class NativeEngine:
             group.append(context)
         yield group
 
-    def _logits(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self.model(tokens, positions, positions, lambda x, head: head.logits(x[:, 0]), attend)
+    def _logits(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, contexts: Callable[[], Sequence[np.ndarray]]
+    ) -> Tensor:
+        """Return the logits after one token each; `contexts` gives all tokens to there."""
+        return self.model(tokens, positions, positions, lambda x, head: _logits_of(head, x[:, 0], contexts), attend)
 
     def _packed(self, contexts: Sequence[np.ndarray]) -> Batch:
         """Return one packed sequence of these contexts, in which every token has weight 1, padded to
@@ -301,6 +309,11 @@ class NativeEngine:
     def wake(self) -> None:
         """See RolloutEngine."""
         self.offloaded.restore()
+
+
+def _logits_of(head: Any, x: Tensor, contexts: Callable[[], Sequence[np.ndarray]]) -> Tensor:
+    """Return the logits of states x [N, D]; a head of its own may compute them from all tokens to each state, too."""
+    return head.logits(x, contexts()) if getattr(head, "takes_contexts", False) else head.logits(x)
 
 
 def served_dtype(directory: Path, device: torch.device) -> torch.dtype:

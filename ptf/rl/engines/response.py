@@ -41,6 +41,11 @@ class ResponseInProgress:
         return None if trie is None else TrieCursor(trie)
 
     @property
+    def tokens(self) -> np.ndarray:
+        """Return the context and what was sampled, [n] int32."""
+        return np.concatenate([self.request.context, np.array(self.sampled, np.int32)])
+
+    @property
     def greedy(self) -> bool:
         """Return whether the likeliest tokens are taken."""
         return self.request.sampling.temperature == 0

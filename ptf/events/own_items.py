@@ -1,0 +1,141 @@
+"""What a customer had before, and when: the own items at the beginning of each basket, from the tokens of a history.
+
+For `<start> A B <gap_0> A <gap_3>`, the last token begins the third basket. There the own items are A, which was in two
+baskets, the newest of them, and B, which was in one, eight days before the newest. Trainer, engine and server compute
+them here alone, from the tokens that the model reads, so they cannot differ.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# of an own item at the beginning of a basket; all are about between 0 and 3
+FEATURES = (
+    "log of its baskets",
+    "share of the baskets that have it",
+    "log of the baskets since the newest that has it",
+    "in the newest basket",
+    "log of the days since the newest that has it",
+    "mean baskets between two that have it, log",
+    "in one basket only",
+    "days since, as a share of its mean gap, log",
+    "log of the baskets since the first that has it",
+    "log of the days since the first that has it",
+    "log of the number of baskets",
+    "log of the mean size of a basket",
+    "share of items that were own items when they were bought",
+)
+PRIOR = 10.0  # items, of which 0.4 are repeated, that the share of repeated items begins with
+
+
+@dataclass(frozen=True)
+class EventTokens:
+    """What the tokens of a model of events mean."""
+
+    item: np.ndarray  # [vocab] int64: the index of the item that a token is, −1 if none
+    days: np.ndarray  # [vocab] float32: the days that a gap token stands for, −1 for every other token
+
+
+class OwnItems(NamedTuple):
+    """The own items at some positions: of position p, those at `ends[p - 1]` to `ends[p]`."""
+
+    ends: np.ndarray  # [positions] int64
+    items: np.ndarray  # [own] int64, ascending at a position
+    features: np.ndarray  # [own, FEATURES] float32
+
+
+class Baskets(NamedTuple):
+    """The baskets of a history."""
+
+    opens: np.ndarray  # [n] int64: the token before the first of each basket, and before one that has not begun
+    of: np.ndarray  # [tokens] int64: the number of the opening at or before each token, −1 if there is none
+
+
+def baskets_of(tokens: np.ndarray, meaning: EventTokens) -> Baskets:
+    """Return where the baskets of a history begin: after each token that is not an item."""
+    breaks = meaning.item[tokens] < 0
+    return Baskets(np.flatnonzero(breaks), np.cumsum(breaks) - 1)
+
+
+def own_items(tokens: np.ndarray, meaning: EventTokens, wanted: np.ndarray) -> OwnItems:
+    """Return the own items at the openings `wanted` (ascending numbers, see `Baskets.of`) of a history, [n] int32.
+
+    What follows an opening does not change what it has.
+    """
+    item, number = meaning.item[tokens], baskets_of(tokens, meaning).of
+    bought = item >= 0
+    last = int(wanted.max()) if len(wanted) else -1
+    bought &= number < last  # later than all that is asked for
+    items, column = np.unique(item[bought], return_inverse=True)
+    if not len(items):
+        nothing = np.zeros(0, np.int64)
+        return OwnItems(np.zeros(len(wanted), np.int64), nothing, np.zeros((0, len(FEATURES)), np.float32))
+    # one row a basket; a history that was cut has items before its first opening (−1), and two gaps may follow each
+    # other
+    filled, row = np.unique(number[bought], return_inverse=True)
+    has = np.zeros((len(filled), len(items)), np.float32)
+    has[row, column] = 1.0
+    breaks = np.flatnonzero(item < 0)
+    gaps = np.maximum(meaning.days[tokens[breaks]], 0.0)
+    clock = np.cumsum(gaps)  # days, at each opening
+    known = np.searchsorted(filled, wanted)  # baskets before each opening
+    return _features(has, clock[filled + 1], known, clock[wanted], items)  # a basket's days are in the gap after it
+
+
+def _features(has: np.ndarray, at: np.ndarray, known: np.ndarray, now: np.ndarray, items: np.ndarray) -> OwnItems:
+    """Return the own items after the first `known` baskets, at the times `now`; baskets are rows of `has`, [baskets,
+    items], at the times `at`."""
+    n, index = len(has), np.arange(len(has))[:, None]
+    count = has.cumsum(0)
+    newest = np.maximum.accumulate(np.where(has > 0, index, -1), 0)
+    first = np.where(count > 0, has.argmax(0)[None], -1)
+    size = has.sum(1)
+    repeated = np.array([0.0, *((count[:-1] > 0) * has[1:]).sum(1)])
+    later = np.where(index[:, 0] > 0, size, 0.0)
+    repeats = (repeated.cumsum() + 0.4 * PRIOR) / (later.cumsum() + PRIOR)
+    mean_size = np.log(size.cumsum() / (np.arange(n) + 1))
+    ends, which, features = [], [], []
+    for j, today in zip(known - 1, now, strict=True):
+        own = np.flatnonzero(count[j] > 0) if j >= 0 else np.zeros(0, np.int64)
+        ends.append(len(own))
+        if not len(own):
+            continue
+        c, a, f = count[j, own], newest[j, own], first[j, own]
+        days, first_days = today - at[a], today - at[f]
+        between = (a - f) / np.maximum(c - 1, 1)
+        days_between = (at[a] - at[f]) / np.maximum(c - 1, 1)
+        columns = [
+            np.log(c),
+            c / (j + 1),
+            np.log1p(j - a),
+            a == j,
+            np.log1p(days) / 3,
+            np.log1p(between),
+            c == 1,
+            np.where(c > 1, np.log1p(days / np.maximum(days_between, 1)), 0),
+            np.log1p(j - f),
+            np.log1p(first_days) / 3,
+            np.full(len(own), np.log(j + 1)),
+            np.full(len(own), mean_size[j]),
+            np.full(len(own), repeats[j]),
+        ]
+        which.append(items[own])
+        features.append(np.stack(columns, 1, dtype=np.float32, casting="unsafe"))
+    return OwnItems(
+        np.cumsum(ends), np.concatenate([np.zeros(0, np.int64), *which]), np.concatenate([_NONE, *features])
+    )
+
+
+_NONE = np.zeros((0, len(FEATURES)), np.float32)
+
+
+def joined(parts: Sequence[OwnItems]) -> OwnItems:
+    """Return the own items of several lists of positions, one after the other."""
+    before = np.cumsum([0, *(len(part.items) for part in parts)])
+    return OwnItems(
+        np.concatenate([np.zeros(0, np.int64), *(part.ends + n for part, n in zip(parts, before, strict=False))]),
+        np.concatenate([np.zeros(0, np.int64), *(part.items for part in parts)]),
+        np.concatenate([_NONE, *(part.features for part in parts)]),
+    )
