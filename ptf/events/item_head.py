@@ -91,9 +91,10 @@ class NextItem(nn.Module):
         place[ids] = torch.arange(len(ids))
         self.register_buffer("place", place)  # [vocab]: the class of each token; its name is part of stored models
         self.takes_contexts = copy
-        days = np.full(config.vocab, -1.0, np.float32)
+        item, days = np.full(config.vocab, -1), np.full(config.vocab, -1.0, np.float32)
+        item[ids.numpy()] = np.arange(len(ids))
         days[gaps[:, 0].long().numpy()] = gaps[:, 1].numpy()
-        self.meaning = EventTokens(np.where(place.numpy() == self.end, -1, place.numpy()), days)
+        self.meaning = EventTokens(item, days)
 
     def forward(self, x: Tensor, contexts: Sequence[np.ndarray] | None = None) -> Tensor:
         """Return log-probabilities and predicted numbers, [..., D] → [..., items + 1 + values].
