@@ -43,14 +43,17 @@ def probe(model: Model, world: World, tokens: Sequence[int] | np.ndarray | None 
     tokens = probe_tokens(model) if tokens is None else np.asarray(tokens, np.int32)
     batch = Batch.of([[(Document(tokens, np.ones(len(tokens), np.float32)),)]], len(tokens)).to(world.device)
     if model.config.head != "lm":
-        return {"tokens": tokens.tolist(), "values": batch.through(model, head_output)[0].float().cpu().tolist()}
+        values = batch.through(model, partial(head_output, tokens))
+        return {"tokens": tokens.tolist(), "values": values.float().cpu().tolist()}
     logprobs = batch.through(model, partial(token_logprobs, **sampled_from(batch))).logprobs
     return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
 
 
-def head_output(x: torch.Tensor, head: Any) -> torch.Tensor:
-    """Apply a scalar or custom head to hidden states: [B, T, D] → [B, T, …]."""
-    return head.values(x) if isinstance(head, Scalar) else head(x)
+def head_output(tokens: np.ndarray, x: torch.Tensor, head: Any) -> torch.Tensor:
+    """Apply a scalar or custom head to the hidden states of a sequence of tokens: [1, T, D] → [T, …]."""
+    if getattr(head, "takes_contexts", False):
+        return head(x[0], [tokens[: n + 1] for n in range(len(tokens))])
+    return (head.values(x) if isinstance(head, Scalar) else head(x))[0]
 
 
 def export(model: Model, source: Path, directory: Path, world: World, tokenizer: str) -> None:

@@ -56,8 +56,8 @@ def histories(directory: Path, head: dict[str, Any] | None = None, **settings: A
 FORMS: dict[str, dict[str, Any]] = {
     "items": {},
     "semantic": {"ids": {"levels": [6, 3]}},
-    "head": {"head": {"set_wise": True, "values": {"days": 0.1, "spend": 0.1}}},
-    "sampled": {"head": {"sampled": 20}},
+    "head": {"head": {"set_wise": True, "copy": True, "values": {"days": 0.1, "spend": 0.1}}},
+    "sampled": {"head": {"sampled": 20, "copy": True}},
 }
 
 
