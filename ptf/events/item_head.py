@@ -33,12 +33,12 @@ from ptf.model.layers import LayerFactory
 class NextItem(nn.Module):
     """Scores of the next item, of the end of the basket, and of numbers of the next basket.
 
-    `items` is a safetensors file with `ids` [items], each item's token, `rows` [items, D], the initial weights, and
-    `gaps` [gaps, 2], the tokens of gaps with their days (ptf.events.prepare writes it). With `set_wise`, the rest of
-    the basket is predicted, not only the next item. With `copy`, own items have a copy term. `sampled` is the number of
-    uniformly drawn items in the normaliser of the loss (Jean et al. 2015), by default all; own items are always in it.
-    `values` maps the names of numbers in the rows that are to be predicted for the next basket to the weight of their
-    loss, the squared error of log(1 + value): {days: 0.1}.
+    `items` is a safetensors file that ptf.events.prepare writes: `ids` [items], each item's token; `rows` [items, D],
+    the initial weights; `gaps` [gaps, 2], the tokens of gaps with their days; and `request_time`. With `set_wise`, the
+    rest of the basket is predicted, not only the next item. With `copy`, own items have a copy term. `sampled` is the
+    number of uniformly drawn items in the normaliser of the loss (Jean et al. 2015), by default all; own items are
+    always in it. `values` maps the names of numbers in the rows that are to be predicted for the next basket to the
+    weight of their loss, the squared error of log(1 + value): {days: 0.1}.
     """
 
     def __init__(
@@ -57,11 +57,10 @@ class NextItem(nn.Module):
         super().__init__()
         try:
             with safe_open(items, "pt") as stored:
-                ids, rows, gaps = (stored.get_tensor(name) for name in ("ids", "rows", "gaps"))
+                ids, rows, gaps, now = (stored.get_tensor(name) for name in ("ids", "rows", "gaps", "request_time"))
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"model.head: {items} has no `ids`, `rows` and `gaps` (ptf.events.prepare writes it with "
-                f"`ids: items`): {error}"
+                f"model.head: {items} is not what ptf.events.prepare writes with `ids: items`: {error}"
             ) from None
         if factory.lora is not None and factory.lora.adapts(f"{path}.items"):
             raise UserError(
@@ -94,7 +93,7 @@ class NextItem(nn.Module):
         item, days = np.full(config.vocab, -1), np.full(config.vocab, -1.0, np.float32)
         item[ids.numpy()] = np.arange(len(ids))
         days[gaps[:, 0].long().numpy()] = gaps[:, 1].numpy()
-        self.meaning = EventTokens(item, days)
+        self.meaning = EventTokens(item, days, bool(now))
 
     def forward(self, x: Tensor, contexts: Sequence[np.ndarray] | None = None) -> Tensor:
         """Return log-probabilities and predicted numbers, [..., D] → [..., items + 1 + values].

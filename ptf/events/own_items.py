@@ -36,6 +36,7 @@ class EventTokens:
 
     item: np.ndarray  # [vocab] int64: the index of the item that a token is, −1 if none
     days: np.ndarray  # [vocab] float32: the days that a gap token stands for, −1 for every other token
+    request_time: bool = False  # whether these are the days until the next basket, not those since the one before
 
 
 class OwnItems(NamedTuple):
@@ -81,7 +82,9 @@ def own_items(tokens: np.ndarray, meaning: EventTokens, wanted: np.ndarray) -> O
     gaps = np.maximum(meaning.days[tokens[breaks]], 0.0)
     clock = np.cumsum(gaps)  # days, at each opening
     known = np.searchsorted(filled, wanted)  # baskets before each opening
-    return _features(has, clock[filled + 1], known, clock[wanted], items)  # a basket's days are in the gap after it
+    # the time of a basket is in the gap after it, or already in the one before it
+    at = np.where(filled < 0, 0.0, clock[filled]) if meaning.request_time else clock[filled + 1]
+    return _features(has, at, known, clock[wanted], items)
 
 
 def _features(has: np.ndarray, at: np.ndarray, known: np.ndarray, now: np.ndarray, items: np.ndarray) -> OwnItems:

@@ -83,6 +83,7 @@ def prepare(
     ids: str | Mapping[str, Any] = "items",
     window: int = 512,
     gaps: bool = True,
+    request_time: bool = False,
     opening: float = 20.0,
     prompts: int = 4,
     model: Mapping[str, Any] = {},
@@ -93,7 +94,8 @@ def prepare(
 
     `events`, `items`, `columns`, `item_columns`, `unknown`, `order`, `hold_out`: see `read_events`.
     `ids`: `items`, one token for each item, or `{levels: [64, 64]}`, semantic ids with so many codes per level.
-    `window`: most tokens of a history. `opening`: the weight of the first item of a basket; the others have weight 1.
+    `window`: most tokens of a history. `request_time`: the model is told when the next basket happens, see
+    ptf.events.serialize. `opening`: the weight of the first item of a basket; the others have weight 1.
     `prompts`: number of each user's newest baskets, of those that may be trained on, that become prompts to train on.
     `model`: sizes of the Qwen3. `base`: a text model that is to learn the items; no other model is then written, and
     `train.jsonl` and `held_out_loss.jsonl` hold chats, in which the model answers a history with the next basket.
@@ -119,10 +121,11 @@ def prepare(
         token_ids = np.array(tokenizer.encode_all(item_tokens.texts), np.int64)[:, 0]
         rows = rotate_to_width(item_tokens.rows, width, seed)
         gaps = [(tokenizer.encode(f"<gap_{n}>")[0], days_of(n)) for n in range(GAPS if gaps else 1)]
-        save_file({"ids": token_ids, "rows": rows, "gaps": np.array(gaps, np.float32)}, root / "items.safetensors")
+        tensors = {"ids": token_ids, "rows": rows, "gaps": np.array(gaps, np.float32)}
+        save_file(tensors | {"request_time": np.array(request_time)}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
     np.save(root / "vectors.npy", vectors.astype(np.float32))
-    serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, opening)
+    serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, opening, request_time)
     held_out = {user: s for user, s in splits.items() if s.before and s.future}
     if not _write_histories(root, serializer, splits, held_out, prompts, None if base is None else seed):
         raise UserError(

@@ -1,9 +1,11 @@
 """A user's history as rows of data.
 
 A history is written in the order of time, `<start> basket <gap> basket <gap> …`. The gap token after a basket encodes
-the time since the previous basket. So no token before a basket reveals its time.
+the time since the previous basket. So no token before a basket reveals its time. With `request_time` it encodes the
+time until the next basket, and the last one of a prompt the time until the request.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +21,11 @@ DAY = 86400.0
 GAPS = 10  # number of gap tokens: less than a day, then intervals that double in length
 
 
+def gap_of(days: float) -> int:
+    """Return the number of the gap token for a time in days."""
+    return min(GAPS - 1, int(days >= 1) + int(math.log2(max(days, 1.0))))
+
+
 def days_of(gap: int) -> float:
     """Return the days that a gap token stands for: the middle of 0 to 1, 1 to 2, 2 to 4, 4 to 8 days, ..."""
     return 0.5 if gap == 0 else 1.5 * 2 ** (gap - 1)
@@ -31,35 +38,40 @@ class SerializedBasket:
     items: list[str]  # the token texts of its items
     gap: str  # the gap token that follows it
     days: float | None  # days since the basket before it
-    spend: float  # total value of its items
+    spend: float | None  # total value of its items
 
 
 class HistorySerializer:
     """Converts histories to rows of data."""
 
-    def __init__(self, items: Mapping[str, Item], window: int, gaps: bool, opening: float) -> None:
+    def __init__(
+        self, items: Mapping[str, Item], window: int, gaps: bool, opening: float, request_time: bool = False
+    ) -> None:
         """Create a serializer.
 
         `items` are the catalogue's items by name; `window` is the largest number of tokens of a history; without
         `gaps`, all gap tokens are the same; `opening` is the loss weight of a basket's first item.
         """
         self.items, self.window, self.gaps, self.opening = items, window, gaps, opening
+        self.request_time = request_time
         self.left_out = 0  # number of baskets of one item that have no basket before them
         self.size = max(item.text.count("<") for item in items.values())
 
-    def serialize(self, history: History) -> list[SerializedBasket]:
-        """Return the baskets of a history as tokens."""
-        result, before = list[SerializedBasket](), None
-        for basket in history:
-            days = None if before is None else (basket.time - before) / DAY
-            gap = min(GAPS - 1, int((days or 0) >= 1) + int(math.log2(max(days or 0, 1.0)))) if self.gaps else 0
-            items, before = [self.items[item] for item in basket.items], basket.time
+    def serialize(self, history: History, now: float | None = None) -> list[SerializedBasket]:
+        """Return the baskets of a history as tokens; with `request_time`, `now` is the time after the last."""
+        result = list[SerializedBasket]()
+        times = [basket.time for basket in history]
+        days: list[float | None] = [None, *((b - a) / DAY for a, b in itertools.pairwise(times))]
+        until = [*days[1:], None if now is None else (now - times[-1]) / DAY] if times else []
+        for basket, since, gap_days in zip(history, days, until if self.request_time else days, strict=True):
+            items = [self.items[item] for item in basket.items]
+            gap = gap_of(gap_days or 0.0) if self.gaps else 0
             spend = sum(item.value for item in items)
-            result.append(SerializedBasket([item.text for item in items], f"<gap_{gap}>", days, spend))
+            result.append(SerializedBasket([item.text for item in items], f"<gap_{gap}>", since, spend))
         return result
 
     def windows(self, history: History) -> Iterator[dict[str, Any]]:
-        """Yield rows in which each basket is trained once, after the earlier baskets that fit half a window as context.
+        """Yield rows in which each basket is trained once, after what half a window has of the earlier ones as context.
 
         A basket of one item that has no basket before it is left out.
         """
@@ -69,21 +81,18 @@ class HistorySerializer:
             for basket in self.serialize(history)
             for start in range(0, len(basket.items), most)
         ]
-        next_trained = 0
-        while next_trained < len(baskets):
-            first, size = next_trained, 1
-            while first > 0 and size + self._tokens(baskets[first - 1]) <= self.window // 2:
-                first -= 1
-                size += self._tokens(baskets[first])
-            end = next_trained
-            while end < len(baskets) and (size + self._tokens(baskets[end]) <= self.window or end == next_trained):
-                size += self._tokens(baskets[end])
+        first = 0
+        while first < len(baskets):
+            context = self._newest(baskets[:first], self.window // 2 - 1)
+            room, end = self.window - 1 - sum(map(self._tokens, context)), first
+            while end < len(baskets) and (self._tokens(baskets[end]) <= room or end == first):
+                room -= self._tokens(baskets[end])
                 end += 1
-            if end - first > 1 or len(baskets[next_trained].items) > 1 or self.size > 1:
-                yield self._row(baskets[first:end], 1 + 2 * (next_trained - first))
+            if len(context) + end - first > 1 or len(baskets[first].items) > 1 or self.size > 1:
+                yield self._row([*context, *baskets[first:end]], 1 + 2 * len(context))
             else:
                 self.left_out += 1
-            next_trained = end
+            first = end
 
     def _row(self, baskets: Sequence[SerializedBasket], context: int) -> dict[str, Any]:
         """Return a row with these baskets; its first `context` entries are context."""
@@ -99,11 +108,19 @@ class HistorySerializer:
             "values": {"days": days, "spend": spend},
         }
 
-    def prompt(self, user: str, s: Split) -> dict[str, Any]:
-        """Return a prompt row: the history, the baskets that followed (`future`), and their tokens (`told`)."""
+    def prompt(self, user: str, s: Split, now: float | None = None) -> dict[str, Any]:
+        """Return a prompt row: the history, the baskets that followed (`future`), and their tokens (`told`).
+
+        With `request_time` it has the time of the request, `now`: by default, that of the first basket that followed.
+        """
         later = self.serialize((*s.before, *s.future))[len(s.before) :]
+        if self.request_time and now is None and s.future:
+            now = s.future[0].time
         return {
-            "messages": [{"role": "user", "content": START + _text(self._newest(s.before))}],
+            "messages": [
+                {"role": "user", "content": START + _text(self._newest(self.serialize(s.before, now), self.window - 1))}
+            ],
+            **({"now": now} if self.request_time else {}),
             "user": user,
             "history": sorted({item for basket in s.before for item in basket.items}),
             "future": [list(basket.items) for basket in s.future],
@@ -113,34 +130,44 @@ class HistorySerializer:
     def chat(self, s: Split, rng: np.random.Generator) -> dict[str, Any]:
         """Return a chat: the history as the user's message, and the next basket's items, in random order, as the
         response."""
-        (basket,) = self.serialize(s.future[:1])
+        *known, basket = self.serialize((*s.before, s.future[0]))
         answer = "".join(basket.items[i] for i in rng.permutation(len(basket.items)))
         return {
             "messages": [
-                {"role": "user", "content": START + _text(self._newest(s.before))},
+                {"role": "user", "content": START + _text(self._newest(known, self.window - 1))},
                 {"role": "assistant", "content": answer},
             ]
         }
 
     def held_out_row(self, s: Split) -> dict[str, Any]:
         """Return a row with the history as context, followed by the held-out basket."""
-        baskets = self._newest((*s.before, s.future[0]), least=2)
-        row = self._row(baskets, 2 * len(baskets) - 1)
+        *before, last = self.serialize((*s.before, s.future[0]))
+        last = replace(last, items=last.items[: self.window // 2 // self.size])
+        context = self._newest(before, self.window - 1 - self._tokens(last))
+        row = self._row([*context, last], 1 + 2 * len(context))
         for numbers in (row["events"], *row["values"].values()):
             del numbers[-1]  # the gap after the basket
         return row
 
-    def _newest(self, history: History, least: int = 1) -> list[SerializedBasket]:
-        """Return the newest baskets that fit the window; some items of the oldest may be cut off."""
-        newest: list[SerializedBasket] = []
-        room = self.window - 1
-        for basket in reversed(self.serialize(history)):
-            share = max(1, (room - 1) // self.size if len(newest) + 1 >= least else (self.window // 2) // self.size)
-            if room < 1 + self.size and len(newest) >= least:
+    def _newest(self, baskets: Sequence[SerializedBasket], room: int) -> list[SerializedBasket]:
+        """Return the newest baskets that fit into so many tokens.
+
+        If not all fit, a quarter of the room is for one basket of the newest other items of the earlier ones, so that
+        they remain items that the user had.
+        """
+        if sum(map(self._tokens, baskets)) <= room:
+            return list(baskets)
+        kept, left = list[SerializedBasket](), room - room // 4
+        for basket in reversed(baskets):
+            if self._tokens(basket) > left:
                 break
-            newest.insert(0, replace(basket, items=basket.items[:share]))
-            room -= self._tokens(newest[0])
-        return newest
+            kept.insert(0, basket)
+            left -= self._tokens(basket)
+        earlier = baskets[: len(baskets) - len(kept)]
+        items = dict.fromkeys(item for basket in reversed(earlier) for item in basket.items)
+        others = [item for item in items if not any(item in basket.items for basket in kept)]
+        most = max(1, (left + room // 4 - 1) // self.size)
+        return [replace(earlier[-1], items=others[:most], days=None, spend=None), *kept] if others else kept
 
     def _tokens(self, basket: SerializedBasket) -> int:
         """Return the number of tokens of a basket, including its gap token."""

@@ -82,8 +82,9 @@ class ServedModel:
             prepare = self.job.data.prepare if self.job is not None else None
             if prepare is not None and prepare.use in EVENTS:
                 defaults = inspect.signature(prepare_events).parameters
-                window, gaps = (prepare.args.get(name, defaults[name].default) for name in ("window", "gaps"))
-                serializer = HistorySerializer(items.by_name, window, gaps, 1.0)
+                names = ("window", "gaps", "request_time")
+                window, gaps, timed = (prepare.args.get(name, defaults[name].default) for name in names)
+                serializer = HistorySerializer(items.by_name, window, gaps, 1.0, timed)
             services.append(
                 RankService(engine, tokenizer, self.name, items, serializer, beam=options.beam, max_length=length)
             )

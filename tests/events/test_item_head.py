@@ -28,9 +28,13 @@ IDS = torch.arange(10, 10 + ITEMS)
 GAPS = torch.tensor([[2, 0.5], [3, 6.0]])
 
 
+def stored(width: int) -> dict[str, Tensor]:
+    return {"ids": IDS, "rows": torch.randn(ITEMS, width), "gaps": GAPS, "request_time": torch.tensor(False)}
+
+
 def head(place: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> NextItem:
     torch.manual_seed(0)
-    save_file({"ids": IDS, "rows": torch.randn(ITEMS, D), "gaps": GAPS}, place / "items.safetensors")
+    save_file(stored(D), place / "items.safetensors")
     made = NextItem(config(), LayerFactory(), "head", items=str(place / "items.safetensors"), **settings)
     return made.to(dtype)
 
@@ -231,7 +235,7 @@ def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="sampled must be between 1 and 23"):
         head(tmp_path, **settings)
-    save_file({"ids": IDS, "rows": torch.randn(ITEMS, D + 1), "gaps": GAPS}, tmp_path / "wide.safetensors")
+    save_file(stored(D + 1), tmp_path / "wide.safetensors")
     with pytest.raises(
         UserError, match=r"rows of width 17 and tokens up to 33, but the model has width 16 and a vocabulary of 40"
     ):
@@ -240,7 +244,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> 
     without = Batch(**{**vars_of(batch), "token_columns": {}})
     with pytest.raises(UserError, match="set_wise needs baskets"):
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
-    with pytest.raises(UserError, match=r"nowhere.* has no `ids`, `rows` and `gaps`"):
+    with pytest.raises(UserError, match=r"nowhere.* is not what ptf.events.prepare writes"):
         NextItem(config(), LayerFactory(), "head", items=str(tmp_path / "nowhere.safetensors"))
     adapted = LayerFactory(lora=Lora(4, 8.0, ("*",)))
     with pytest.raises(UserError, match="has no effect"):

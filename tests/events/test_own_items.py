@@ -2,6 +2,7 @@
 follows."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -21,16 +22,17 @@ def tokens_of(history: list[tuple[list[int], int]]) -> np.ndarray:
     return np.array([0, *(t for items, gap in history for t in (*(5 + i for i in items), gap))], np.int32)
 
 
-def written_out(history: list[tuple[list[int], int]]) -> dict[int, list[float]]:
+def written_out(history: list[tuple[list[int], int]], request_time: bool) -> dict[int, list[float]]:
     """Of each own item after a whole history."""
-    times = np.cumsum([GAPS[gap - 1] for _, gap in history])
+    clock = np.cumsum([0.0, *(GAPS[gap - 1] for _, gap in history)])
+    times = clock[:-1] if request_time else clock[1:]
     n, found = len(history), {}
     repeated = sum(i in {x for items, _ in history[:b] for x in items} for b in range(n) for i in history[b][0])
     later = sum(len(items) for items, _ in history[1:])
     for item in sorted({i for items, _ in history for i in items}):
         where = [b for b, (items, _) in enumerate(history) if item in items]
         count, first, newest = len(where), where[0], where[-1]
-        days, since_first = times[-1] - times[newest], times[-1] - times[first]
+        days, since_first = clock[-1] - times[newest], clock[-1] - times[first]
         gap_days = (times[newest] - times[first]) / max(count - 1, 1)
         found[item] = [
             math.log(count),
@@ -50,11 +52,11 @@ def written_out(history: list[tuple[list[int], int]]) -> dict[int, list[float]]:
     return found
 
 
-@given(baskets)
-def test_features_are_those_of_the_definition(history) -> None:
+@given(baskets, st.booleans())
+def test_features_are_those_of_the_definition(history, request_time) -> None:
     tokens = tokens_of(history)
-    own = own_items(tokens, MEANING, baskets_of(tokens, MEANING).of[-1:])
-    expected = written_out(history)
+    own = own_items(tokens, replace(MEANING, request_time=request_time), baskets_of(tokens, MEANING).of[-1:])
+    expected = written_out(history, request_time)
     assert own.items.tolist() == list(expected)
     assert own.features.shape == (len(expected), len(FEATURES))
     np.testing.assert_allclose(own.features, np.array([*expected.values()]).reshape(own.features.shape), atol=1e-5)
