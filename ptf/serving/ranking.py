@@ -1,6 +1,8 @@
 """Rankings of a catalogue after histories, by a model of events (docs/events.md)."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue
 from ptf.events.histories import Basket, Split
 from ptf.events.model_ranking import Ranker, top
+from ptf.events.ranking_metrics import with_value
 from ptf.events.serialize import HistorySerializer
 from ptf.rl.endpoint.chat import whole_number
 from ptf.rl.endpoint.http_message import HttpError, HttpRequest, HttpResponse, json_response
@@ -21,10 +24,56 @@ from ptf.serving.batched_service import BatchedService
 MOST = 1024  # histories in a request
 IN_A_BATCH = 64
 LARGEST_K = 1000
+LARGEST_WEIGHT = 1000  # of values
+LATEST = 1e15  # seconds
+RAREST = 1e-9  # popularity of items that nobody had, whose logarithm would be −inf
 
 
-class RankService(BatchedService[np.ndarray, np.ndarray]):
-    """Ranks the items of a catalogue after histories, which have at most `max_length` tokens.
+@dataclass(frozen=True)
+class RankOptions:
+    """What a list may hold; items are indices of the catalogue."""
+
+    k: int = 10
+    new: bool = False  # only items that the history does not have
+    share_new: float = 0.0  # of the k places, for items that the history does not have
+    value_weight: float = 0.0
+    candidates: Sequence[int] | None = None  # ascending; None: all items
+    exclude: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A history after which items are to be ranked."""
+
+    tokens: np.ndarray
+    own: frozenset[int]  # its items
+    unknown: int  # its items that are not in the catalogue
+    options: RankOptions
+
+
+def ranked(scores: np.ndarray, own: frozenset[int], options: RankOptions) -> list[int]:
+    """Return at most k items, the highest score first; items whose score is not finite are left out.
+
+    Of its places, ⌈share_new · k⌉ are for the best items that are not `own`, if there are so many.
+    """
+    most = options.k + len(own) + len(options.exclude)  # the list is among so many
+    if options.candidates is None:
+        best = top(scores, most)
+    else:
+        best = [options.candidates[i] for i in top(scores[options.candidates], most)]
+    best = [item for item in best if item not in options.exclude]
+    unseen = [item for item in best if item not in own]
+    if options.new:
+        return unseen[: options.k]
+    # rounded: 0.07 · 100 is 7.000000000000001
+    chosen = set(unseen[: math.ceil(round(options.share_new * options.k, 9))])
+    chosen.update([item for item in best if item not in chosen][: options.k - len(chosen)])
+    return [item for item in best if item in chosen]
+
+
+class RankService(BatchedService[Asked, dict[str, Any]]):
+    """Ranks the items of a catalogue after histories, which have at most `max_length` tokens: by the model, and by
+    popularity where a history has no item of the catalogue.
 
     `serializer` writes histories as the model was trained on; None: its settings are not known, and histories must be
     given as texts.
@@ -46,6 +95,8 @@ class RankService(BatchedService[np.ndarray, np.ndarray]):
         self.max_length = max_length
         self.index_of = {item.name: i for i, item in enumerate(catalogue.items)}
         self.ranker = Ranker(engine, catalogue, tokenizer, beam)
+        self.values = np.array([item.value for item in catalogue.items])
+        self.popularity = np.log(np.maximum([item.popularity for item in catalogue.items], RAREST))
         self.paths: Mapping[str, Handle] = {"/v1/rank": self._rank}
 
     def example(self) -> tuple[str, dict[str, Any]]:
@@ -55,48 +106,78 @@ class RankService(BatchedService[np.ndarray, np.ndarray]):
         return "/v1/rank", {"model": self.name, "histories": [one], "k": 10}
 
     async def _rank(self, request: HttpRequest) -> HttpResponse:
-        given = self.body_of(request, "histories", "k", "new")
-        histories, new = given.get("histories"), given.get("new", False)
+        given = self.body_of(request, "histories", "k", "new", "share_new", "value_weight", "candidates", "exclude")
+        histories = given.get("histories")
         if not isinstance(histories, list) or not 1 <= len(histories) <= MOST:
             raise HttpError(400, f"histories must be a list of 1 to {MOST} histories", "histories")
-        k = whole_number(given, "k", most=LARGEST_K) or 10
+        options, unknown = self._options(given)
+        rankings = await self.computed([self._history(i, history, options) for i, history in enumerate(histories)])
+        return json_response({"object": "rankings", "model": self.name, "unknown": unknown, "rankings": rankings})
+
+    def _options(self, given: Mapping[str, Any]) -> tuple[RankOptions, dict[str, int]]:
+        """Return the options of a request, and how many names in its lists of items are unknown. Raises HttpError."""
+        new, lists, unknown = given.get("new", False), dict[str, list[int]](), dict[str, int]()
         if not isinstance(new, bool):
             raise HttpError(400, "new must be true or false", "new")
-        read = [self._history(i, history) for i, history in enumerate(histories)]
-        rankings = []
-        for (_, items), scores in zip(read, await self.computed([tokens for tokens, _ in read]), strict=True):
-            if new:
-                scores[items] = -np.inf
-            best = top(scores, k)
-            rankings.append({"items": [self.catalogue.items[i].name for i in best], "scores": scores[best].tolist()})
-        return json_response({"object": "rankings", "model": self.name, "rankings": rankings})
+        for name, least in (("candidates", 1), ("exclude", 0)):
+            names = given.get(name)
+            if names is None:
+                continue
+            if not isinstance(names, list) or len(names) < least or not all(isinstance(one, str) for one in names):
+                raise HttpError(400, f"{name} must be a list of {least} or more names of items", name)
+            known = [self.index_of[one] for one in names if one in self.index_of]
+            lists[name], unknown[name] = sorted(set(known)), len(names) - len(known)
+        options = RankOptions(
+            whole_number(given, "k", most=LARGEST_K) or 10,
+            new,
+            number(given, "share_new", 1),
+            number(given, "value_weight", LARGEST_WEIGHT),
+            lists.get("candidates"),
+            frozenset(lists.get("exclude", ())),
+        )
+        return options, unknown
 
-    def compute(self, items: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the scores of all items of the catalogue after each history."""
-        scores = dict(self.ranker([Prompt(tokens, {}, "", i) for i, tokens in enumerate(items)]))
-        return [scores[i] for i in range(len(items))]
+    def compute(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
+        """Return the ranking of each history."""
+        by_model = [one for one in asked if one.own]
+        scores = self.ranker([Prompt(one.tokens, {}, "", i) for i, one in enumerate(by_model)])
+        found = {id(by_model[i]): self._ranking(by_model[i], of_items, "model") for i, of_items in scores}
+        return [found.get(id(one)) or self._ranking(one, self.popularity, "popularity") for one in asked]
 
-    def _history(self, i: int, given: Any) -> tuple[np.ndarray, list[int]]:
-        """Return a history as the model reads it, and the indices of the items in it. It is given as text, or as
-        baskets with their times. Raises HttpError."""
+    def _ranking(self, asked: Asked, scores: np.ndarray, by: str) -> dict[str, Any]:
+        scores = with_value(scores, self.values, asked.options.value_weight)
+        best = ranked(scores, asked.own, asked.options)
+        return {
+            "items": [self.catalogue.items[i].name for i in best],
+            "scores": scores[best].tolist(),
+            "own": [i in asked.own for i in best],
+            "unknown": asked.unknown,
+            "by": by,
+        }
+
+    def _history(self, i: int, given: Any, options: RankOptions) -> Asked:
+        """Return a history as the model reads it. It is given as text, or as baskets with their times. Raises
+        HttpError."""
         if isinstance(given, str):
-            text, items = given, [self.index_of[item.name] for item in self.catalogue.read(given) if item is not None]
+            text, names, unknown = given, [item.name for item in self.catalogue.read(given) if item is not None], 0
         else:
-            text, items = self._written(i, given)
+            text, names, unknown = self._written(i, given)
         try:
             tokens = np.array(self.tokenizer.render([{"role": "user", "content": text}], True), np.int32)
         except UserError as error:
             raise HttpError(400, f"histories[{i}]: {error}", "histories") from None
-        if len(tokens) + self.ranker.trie.longest > self.max_length:
+        if len(tokens) + self.ranker.longest > self.max_length:
             raise HttpError(
                 400,
                 f"histories[{i}] has {len(tokens)} tokens; {self.max_length} are allowed (--max-length)",
                 "histories",
             )
-        return tokens, items
+        return Asked(tokens, frozenset(self.index_of[name] for name in names), unknown, options)
 
-    def _written(self, i: int, given: Any) -> tuple[str, list[int]]:
-        """Return the text of a history that is given as baskets, and its items."""
+    def _written(self, i: int, given: Any) -> tuple[str, Sequence[str], int]:
+        """Return the text of a history that is given as baskets, the items in it, and how many were unknown."""
+        if given == []:
+            return "", (), 0
         if self.serializer is None:
             raise HttpError(
                 400,
@@ -104,19 +185,29 @@ class RankService(BatchedService[np.ndarray, np.ndarray]):
                 "serve one of them to give baskets",
                 "histories",
             )
-        baskets = list[Basket]()
-        for basket in given if isinstance(given, list) and given else [None]:
+        baskets, unknown, before = list[Basket](), 0, -LATEST
+        for basket in given if isinstance(given, list) else [None]:
             time, names = (basket.get(key) if isinstance(basket, dict) else None for key in ("time", "items"))
-            if isinstance(time, bool) or not isinstance(time, int | float) or not isinstance(names, list) or not names:
+            timed = isinstance(time, int | float) and not isinstance(time, bool) and abs(time) < LATEST
+            if not timed or not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
                 raise HttpError(
                     400,
                     f'histories[{i}] must be a text, or baskets {{"time": SECONDS, "items": [NAME, …]}}',
                     "histories",
                 )
-            if unknown := [name for name in names if not isinstance(name, str) or name not in self.index_of]:
-                raise HttpError(400, f"histories[{i}]: {str(unknown[0])[:80]!r} is not in the catalogue", "histories")
-            if baskets and time <= baskets[-1].time:
+            if time <= before:
                 raise HttpError(400, f"histories[{i}]: the times of its baskets must increase", "histories")
-            baskets.append(Basket(float(time), tuple(dict.fromkeys(names))))
+            known, before = [name for name in names if name in self.index_of], time
+            unknown += len(names) - len(known)
+            if known:
+                baskets.append(Basket(float(time), tuple(dict.fromkeys(known))))
         row = self.serializer.prompt("", Split(tuple(baskets), ()))
-        return row["messages"][0]["content"], [self.index_of[name] for name in row["history"]]
+        return row["messages"][0]["content"], row["history"], unknown
+
+
+def number(given: Mapping[str, Any], name: str, most: int) -> float:
+    """Return a field of a request, 0 where it is not given. Raises HttpError (400) for another value."""
+    value = given.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise HttpError(400, f"{name} must be a number from 0 to {most}, not {str(value)[:40]}", name)
+    return value

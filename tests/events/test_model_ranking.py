@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ptf.config import Plugin
 from ptf.config.plugin import bind
@@ -94,6 +96,30 @@ def test_scores_are_what_a_forward_pass_of_each_item_says(place: Path) -> None:
         assert np.exp(scores).sum() == pytest.approx(1.0, abs=1e-5), "something of the catalogue is said"
     (alone,) = scored(Ranker(engine, catalogue, tokenizer, beam=100), prompts[:1])
     np.testing.assert_allclose(alone, found[0], atol=1e-5)
+
+
+def test_items_of_one_token_are_scored_as_by_the_trie(place: Path) -> None:
+    tokenizer, catalogue, prompts = asked(place)
+    engine, trie = engine_of(place), catalogue.trie(tokenizer)
+    ranker = Ranker(engine, catalogue, tokenizer, beam=100)
+    if catalogue.items[0].text.count("<") > 1:
+        assert ranker.longest > 1
+        return
+    contexts = [prompt.tokens for prompt in prompts]
+    ((owner, states, of_states),) = engine.levels(contexts, trie, 100)
+    found = np.full((len(contexts), len(catalogue.items)), np.nan)
+    for index, item in enumerate(catalogue.items):
+        at = states == trie.follow(0, tokenizer.encode(item.text)[0])
+        found[owner[at], index] = of_states[at]
+    np.testing.assert_allclose(np.array(scored(ranker, prompts)), found, atol=1e-6)
+    assert np.ptp(found, axis=0).max() > 1e-3, "histories differ"
+
+
+@given(st.lists(st.sampled_from([-np.inf, -2.0, -1.5, -1.0, 0.0]), min_size=1, max_size=40), st.integers(1, 45))
+def test_the_best_are_those_of_a_stable_sort(scores: list[float], k: int) -> None:
+    expected = [int(i) for i in np.argsort(-np.array(scores), kind="stable")[:k] if np.isfinite(scores[i])]
+    for dtype in (np.float32, np.float64):
+        assert top(np.array(scores, dtype), k) == expected
 
 
 def test_a_narrow_beam_loses_items_but_not_their_scores(place: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ptf.events.ranking_metrics import coverage, diversity, interval, measures
+from ptf.events.ranking_metrics import coverage, diversity, interval, measures, with_value
 
 
 def test_measures_are_what_they_are_by_hand() -> None:
@@ -43,3 +43,11 @@ def test_an_interval_holds_the_mean_as_often_as_it_says() -> None:
         inside += low < 0.3 < high
     assert inside >= 88
     assert interval(np.full(50, 0.2), draws=500) == pytest.approx((0.2, 0.2, 0.2))
+
+
+def test_a_value_is_weighed_by_its_logarithm() -> None:
+    scores, values = np.array([[-1.0, -2.0, -3.0], [-4.0, -np.inf, -0.5]]), np.array([1.0, math.e, 0.0])
+    assert with_value(scores, values, 0.0) is scores
+    np.testing.assert_allclose(
+        with_value(scores, values, 0.5), [[-1.0, -1.5, -np.inf], [-4.0, -np.inf, -np.inf]], atol=1e-12
+    )

@@ -27,7 +27,7 @@ from ptf.data.trie import OVER, Trie
 from ptf.model import bridge, model_files
 from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.head import Head
-from ptf.model.kernels.attention import Attend
+from ptf.model.kernels.attention import Attend, inside_documents
 from ptf.model.layers import LayerFactory
 from ptf.model.model import Model
 from ptf.model.sampling import restrict
@@ -173,6 +173,11 @@ class NativeEngine:
                 live, tokens = [live[row] for row in rows], tokens[kept]
             logits = following(live, tokens, kept)
         return [response.generation(self.version) for response in responses]
+
+    @torch.no_grad()
+    def next_logits(self, contexts: Sequence[np.ndarray]) -> Tensor:
+        """Return the logits of the token after each context, [contexts, V] fp32."""
+        return self._prefill(contexts, inside_documents).float()
 
     @torch.no_grad()
     def levels(
