@@ -124,6 +124,9 @@ bench-concurrency: setup                 ## calls of rewards and environments in
 bench-serving: setup                     ## ptf serve: health and first tokens while 64 answers run, rankings, scores; writes benchmarks/results/serving.md
 	$(PY) benchmarks/serving.py
 
+bench-rank-latency: setup                ## /v1/rank over 10,000 and 1,000,000 items beside one matrix product; writes benchmarks/results/rank_latency.md
+	$(PY) benchmarks/rank_latency.py
+
 fuzz-endpoint: setup                     ## 100,000 calls of random agents before the endpoint: nothing lost, nothing trained twice; on where the ledger ends; writes benchmarks/results/endpoint_fuzz.md
 	$(PY) benchmarks/endpoint_fuzz.py $(if $(NIGHTLY),--calls 10000 --anew)
 

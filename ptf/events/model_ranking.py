@@ -53,9 +53,10 @@ class Ranker:
             scores = self._by_token(contexts) if self.longest == 1 else self._by_beam(contexts)
             yield from zip(batch, scores, strict=True)
 
-    def _by_token(self, contexts: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the scores of items that have one token each, [contexts, items] fp32, from one product."""
-        return self.engine.next_logits(contexts).index_select(1, self.tokens).log_softmax(-1).cpu().numpy()
+    def _by_token(self, contexts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yield the scores of items that have one token each, [items] fp32, of each context."""
+        for logits in self.engine.next_logits(contexts):  # one by one: 64 × 1,000,000 at once take 1.7 times as long
+            yield logits.index_select(0, self.tokens).log_softmax(-1).cpu().numpy()
 
     def _by_beam(self, contexts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the scores of items of several tokens, [contexts, items] float64."""
@@ -68,8 +69,9 @@ class Ranker:
 
 def top(scores: np.ndarray, k: int) -> list[int]:
     """Return the k items with the highest finite scores; items of equal score are in the catalogue's order."""
-    among = np.arange(len(scores))
-    if k < len(scores):  # sort only those that may be in the list; of 1,000,000, sorting takes 10 times as long
+    if k >= len(scores):
+        among = np.arange(len(scores))
+    else:  # sort only those that may be in the list: to sort 1,000,000 takes 50 times as long
         least = max(np.partition(scores, -k)[-k], np.finfo(scores.dtype).min)
         among = np.flatnonzero(scores >= least)
     best = among[np.argsort(-scores[among], kind="stable")[:k]]

@@ -244,7 +244,7 @@ class NativeEngine:
                 self.model(batch.tokens, batch.positions, segments, last, attend_of(segments, batch.positions))
             )
             first += len(group)
-        return torch.cat(found)
+        return torch.cat(found) if len(found) > 1 else found[0]  # cat would copy the one
 
     def _passes(self, contexts: Sequence[np.ndarray]) -> Iterator[Sequence[np.ndarray]]:
         """Yield the contexts in passes of at most `prefill_tokens` tokens; a longer one has a pass to itself."""
