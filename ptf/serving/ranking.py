@@ -39,6 +39,7 @@ class RankOptions:
     value_weight: float = 0.0
     candidates: Sequence[int] | None = None  # ascending; None: all items
     exclude: frozenset[int] = frozenset()
+    now: float | None = None  # time of the request, in seconds
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
         return "/v1/rank", {"model": self.name, "histories": [one], "k": 10}
 
     async def _rank(self, request: HttpRequest) -> HttpResponse:
-        given = self.body_of(request, "histories", "k", "new", "share_new", "value_weight", "candidates", "exclude")
+        given = self.body_of(
+            request, "histories", "k", "new", "share_new", "value_weight", "candidates", "exclude", "now"
+        )
         histories = given.get("histories")
         if not isinstance(histories, list) or not 1 <= len(histories) <= MOST:
             raise HttpError(400, f"histories must be a list of 1 to {MOST} histories", "histories")
@@ -134,8 +137,19 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
             number(given, "value_weight", LARGEST_WEIGHT),
             lists.get("candidates"),
             frozenset(lists.get("exclude", ())),
+            self._now(given.get("now")),
         )
         return options, unknown
+
+    def _now(self, now: Any) -> float | None:
+        """Return the time of a request; None if the model is not told it. Raises HttpError."""
+        if now is None:
+            return None
+        if self.serializer is None or not self.serializer.request_time:
+            raise HttpError(400, "this model does not know the time of a request (request_time); leave now out", "now")
+        if not is_time(now):
+            raise HttpError(400, f"now must be a time in seconds, not {str(now)[:40]}", "now")
+        return now
 
     def compute(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
         """Return the ranking of each history."""
@@ -161,7 +175,7 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
         if isinstance(given, str):
             text, names, unknown = given, [item.name for item in self.catalogue.read(given) if item is not None], 0
         else:
-            text, names, unknown = self._written(i, given)
+            text, names, unknown = self._written(i, given, options.now)
         try:
             tokens = np.array(self.tokenizer.render([{"role": "user", "content": text}], True), np.int32)
         except UserError as error:
@@ -174,7 +188,7 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
             )
         return Asked(tokens, frozenset(self.index_of[name] for name in names), unknown, options)
 
-    def _written(self, i: int, given: Any) -> tuple[str, Sequence[str], int]:
+    def _written(self, i: int, given: Any, now: float | None) -> tuple[str, Sequence[str], int]:
         """Return the text of a history that is given as baskets, the items in it, and how many were unknown."""
         if given == []:
             return "", (), 0
@@ -188,8 +202,12 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
         baskets, unknown, before = list[Basket](), 0, -LATEST
         for basket in given if isinstance(given, list) else [None]:
             time, names = (basket.get(key) if isinstance(basket, dict) else None for key in ("time", "items"))
-            timed = isinstance(time, int | float) and not isinstance(time, bool) and abs(time) < LATEST
-            if not timed or not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+            if (
+                not is_time(time)
+                or not isinstance(names, list)
+                or not names
+                or not all(isinstance(one, str) for one in names)
+            ):
                 raise HttpError(
                     400,
                     f'histories[{i}] must be a text, or baskets {{"time": SECONDS, "items": [NAME, …]}}',
@@ -201,8 +219,20 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
             unknown += len(names) - len(known)
             if known:
                 baskets.append(Basket(float(time), tuple(dict.fromkeys(known))))
-        row = self.serializer.prompt("", Split(tuple(baskets), ()))
+        if self.serializer.request_time and (now is None or now < before):
+            raise HttpError(
+                400,
+                "this model reads the time of the request (request_time): now must be given, in seconds, and be no "
+                "earlier than the last basket",
+                "now",
+            )
+        row = self.serializer.prompt("", Split(tuple(baskets), ()), now)
         return row["messages"][0]["content"], row["history"], unknown
+
+
+def is_time(value: Any) -> bool:
+    """Return whether a value of a request is a time in seconds."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LATEST
 
 
 def number(given: Mapping[str, Any], name: str, most: int) -> float:

@@ -30,7 +30,7 @@ from ptf.serving.scores import ScoreService, raise_if_not_scalar
 from ptf.train.components import layer_factory_of, without_adapters
 
 Service = RankService | ResponseService | ScoreService
-EVENTS = ("ptf.events.prepare:prepare", "ptf.events.prepare:generated")
+EVENTS = ("ptf.events.prepare:prepare", "ptf.events.prepare:generated", "ptf.tasks.shops:prepare")
 
 
 @dataclass(frozen=True)

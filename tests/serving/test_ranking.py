@@ -83,6 +83,34 @@ def test_baskets_are_written_as_in_training(place, tmp_path):
     assert by_baskets == by_texts
 
 
+def test_a_model_that_knows_the_time_of_a_request_is_told_it(place, tmp_path):
+    """In the same words as in training: the last gap is until then."""
+    history = [{"time": 0, "items": ["item1", "item2"]}, {"time": 86400.0 * 9, "items": ["item3"]}]
+    text = prepared(place)[1].by_name
+
+    async def use(client, endpoint):
+        answers = {}
+        for now in (86400.0 * 10, 86400.0 * 39, 86400.0 * 8, None, "soon"):
+            answers[now] = (await client.post(RANK, json={"histories": [history], "k": 5, "now": now})).json()
+        gaps = [f"<start>{text['item1'].text}{text['item2'].text}<gap_4>{text['item3'].text}<gap_{n}>" for n in (1, 5)]
+        written = (await client.post(RANK, json={"histories": gaps, "k": 5})).json()
+        return answers, written
+
+    with_time = with_settings(place, tmp_path, request_time=True)
+    answers, written = asked(with_time, use, catalogue=catalogue_of(place))
+    first, second = written["rankings"]
+    for found, expected in ((answers[86400.0 * 10], first), (answers[86400.0 * 39], second)):
+        assert found["rankings"][0]["scores"] == pytest.approx(expected["scores"], abs=1e-5)
+    assert first["scores"] != pytest.approx(second["scores"], abs=1e-4)
+    assert "no earlier than the last basket" in answers[86400.0 * 8]["error"]["message"]
+    assert "now must be given" in answers[None]["error"]["message"]
+    assert "must be a time in seconds, not soon" in answers["soon"]["error"]["message"]
+    (tmp_path / "other").mkdir()
+    answers, _ = asked(with_settings(place, tmp_path / "other"), use, catalogue=catalogue_of(place))
+    assert "does not know the time of a request" in answers[86400.0 * 10]["error"]["message"]
+    assert "rankings" in answers[None]
+
+
 def one(*items: str) -> list[dict]:
     return [{"time": 0, "items": list(items)}]
 
