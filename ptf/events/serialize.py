@@ -60,14 +60,15 @@ class HistorySerializer:
     def serialize(self, history: History, now: float | None = None) -> list[SerializedBasket]:
         """Return the baskets of a history as tokens; with `request_time`, `now` is the time after the last."""
         result = list[SerializedBasket]()
-        times = [basket.time for basket in history]
-        days: list[float | None] = [None, *((b - a) / DAY for a, b in itertools.pairwise(times))]
-        until = [*days[1:], None if now is None else (now - times[-1]) / DAY] if times else []
-        for basket, since, gap_days in zip(history, days, until if self.request_time else days, strict=True):
+        days = [None, *((b.time - a.time) / DAY for a, b in itertools.pairwise(history)), None]
+        if history and now is not None:
+            days[-1] = (now - history[-1].time) / DAY
+        for n, basket in enumerate(history):
+            gap_days = days[n + self.request_time] or 0.0
             items = [self.items[item] for item in basket.items]
-            gap = gap_of(gap_days or 0.0) if self.gaps else 0
+            gap = gap_of(gap_days) if self.gaps else 0
             spend = sum(item.value for item in items)
-            result.append(SerializedBasket([item.text for item in items], f"<gap_{gap}>", since, spend))
+            result.append(SerializedBasket([item.text for item in items], f"<gap_{gap}>", days[n], spend))
         return result
 
     def windows(self, history: History) -> Iterator[dict[str, Any]]:

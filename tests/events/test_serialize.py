@@ -63,6 +63,7 @@ def test_with_the_time_of_the_request_the_last_gap_is_until_then(history: Histor
     assert texts(row)[-1] == f"<gap_{gap_of((now - history[-1].time) / DAY)}>"
     given_basket = serializer(request_time=True).prompt("u", Split(history, (Basket(now, ("i_0",)),)))
     assert given_basket["messages"] == row["messages"]
+    assert texts(serializer(request_time=True).prompt("u", Split((), ()), now)) == ["<start>"]
     assert "now" not in serializer().prompt("u", Split(history, (Basket(now, ("i_0",)),)))
 
 
