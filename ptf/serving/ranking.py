@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -201,7 +201,7 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
             )
         baskets, unknown, before = list[Basket](), 0, -LATEST
         for basket in given if isinstance(given, list) else [None]:
-            time, names = (basket.get(key) if isinstance(basket, dict) else None for key in ("time", "items"))
+            time, names = map(basket.get, ("time", "items")) if isinstance(basket, dict) else (None, None)
             if (
                 not is_time(time)
                 or not isinstance(names, list)
@@ -230,7 +230,7 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
         return row["messages"][0]["content"], row["history"], unknown
 
 
-def is_time(value: Any) -> bool:
+def is_time(value: Any) -> TypeGuard[float]:
     """Return whether a value of a request is a time in seconds."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LATEST
 

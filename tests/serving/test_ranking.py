@@ -231,6 +231,7 @@ def test_options_have_an_effect():
     assert ranked(scores, own, RankOptions(3, new=True)) == [3, 4]
     assert ranked(scores, own, RankOptions(3, candidates=[2, 4])) == [2, 4]
     assert ranked(scores, own, RankOptions(3, exclude=frozenset({0}))) == [1, 2, 3]
+    assert ranked(scores, frozenset(), RankOptions(3, exclude=frozenset({0, 1}))) == [2, 3, 4]
     assert ranked(scores[::-1].copy(), own, RankOptions(3)) == [4, 3, 2], "scores decide, not the order"
     hundred = np.zeros(200)
     made = ranked(hundred, frozenset(range(150)), RankOptions(100, share_new=0.07))
