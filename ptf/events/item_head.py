@@ -111,7 +111,7 @@ class NextItem(nn.Module):
         an item has the logit of the basket's end, so the logits are valid only for responses that are restricted to
         items.
         """
-        return self._scores(x, contexts)[..., self.place]
+        return self._scores(x, contexts)[..., cast("Tensor", self.place)]
 
     def _scores(self, x: Tensor, contexts: Sequence[np.ndarray] | None) -> Tensor:
         """Return the scores of the items and of the end, [..., items + 1]."""

@@ -120,8 +120,8 @@ def prepare(
     if ids == "items" and base is None:
         token_ids = np.array(tokenizer.encode_all(item_tokens.texts), np.int64)[:, 0]
         rows = rotate_to_width(item_tokens.rows, width, seed)
-        gaps = [(tokenizer.encode(f"<gap_{n}>")[0], days_of(n)) for n in range(GAPS if gaps else 1)]
-        tensors = {"ids": token_ids, "rows": rows, "gaps": np.array(gaps, np.float32)}
+        days = [(tokenizer.encode(f"<gap_{n}>")[0], days_of(n)) for n in range(GAPS if gaps else 1)]
+        tensors = {"ids": token_ids, "rows": rows, "gaps": np.array(days, np.float32)}
         save_file(tensors | {"request_time": np.array(request_time)}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
     np.save(root / "vectors.npy", vectors.astype(np.float32))

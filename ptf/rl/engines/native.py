@@ -225,7 +225,7 @@ class NativeEngine:
                 torch.from_numpy(tokens).long()[:, None].to(self.device),
                 positions,
                 cache.step(turn),
-                lambda: [np.concatenate([contexts[i], path]) for i, path in zip(owner, said, strict=True)],  # noqa: B023
+                lambda: [np.concatenate([contexts[i], path]) for i, path in zip(owner.tolist(), said, strict=True)],  # noqa: B023
             ).float()
 
     def _prefill(self, contexts: Sequence[np.ndarray], attend_of: Callable[[Tensor, Tensor], Attend]) -> Tensor:
