@@ -27,9 +27,11 @@ from torch import nn
 from ptf.config import load
 from ptf.config.sections.rollout import ConstrainedDecodingConfig
 from ptf.data.tokenizer import Tokenizer
+from ptf.events.baselines import fit
 from ptf.events.catalogue import Catalogue
 from ptf.events.histories import Split
 from ptf.events.prepare import read_events
+from ptf.events.purchases import Purchases
 from ptf.events.ranking_metrics import coverage, diversity, interval, measures
 from ptf.rl.engines.native import NativeEngine
 from ptf.rl.engines.protocol import Request, Sampling
@@ -39,6 +41,12 @@ from ptf.tasks.slates import worth
 RESULTS = results_page("events.md")
 K = 10
 MEASURES = ("NDCG", "HR", "recall", "MRR", "revenue recall", "diversity", "coverage")
+COUNTED = {  # in the page → in ptf.events.baselines
+    "popularity": "popularity",
+    "personal frequency": "personal_frequency",
+    "recency": "recency",
+    "item-kNN": "item_knn",
+}
 DRAWN = 4  # slates of each user
 Scores = Callable[[Split], np.ndarray]  # of one user: a score for every item
 Users = dict[str, dict[str, float]]  # user → measures
@@ -74,33 +82,20 @@ def judged(
 
 
 def simple(splits: Mapping[str, Split], items: Sequence[str]) -> dict[str, Scores]:
-    place, n = {item: i for i, item in enumerate(items)}, len(items)
-    table_of = np.zeros((len(splits), n), np.float32)
-    baskets = []
-    for row, s in enumerate(splits.values()):
-        for basket in s.before:
-            baskets.append([place[item] for item in basket.items])
-            table_of[row, baskets[-1]] = 1
-    popularity = table_of.sum(0)
-    near = cosine(table_of)
-    in_baskets = np.zeros((len(baskets), n), np.float32)
-    for row, basket in enumerate(baskets):
-        in_baskets[row, basket] = 1
-    together = cosine(in_baskets)
-    little = popularity / (popularity.sum() + 1)
+    """The baselines of ptf.events.baselines, and the items that are in baskets with those of the last one."""
+    place, histories = {item: i for i, item in enumerate(items)}, [(user, s.before) for user, s in splits.items()]
+    train = Purchases.of(histories, items)
+    fitted = {shown: fit(name, {}, train) for shown, name in COUNTED.items()}
+    _, basket = np.unique([train.user, train.basket], axis=1, return_inverse=True)
+    table_of = np.zeros((basket.max() + 1, len(items)), np.float32)
+    table_of[basket.ravel(), train.item] = 1
+    together = cosine(table_of)
 
-    def counted(s: Split, weight: Callable[[int], float]) -> np.ndarray:
-        found = np.zeros(n)
-        for age, basket in enumerate(reversed(s.before)):
-            found[[place[item] for item in basket.items]] += weight(age)
-        return found
+    def by(scores) -> Scores:
+        return lambda s: scores(Purchases.of([("", s.before)], items))[0]
 
-    return {
-        "popularity": lambda s: popularity.astype(float),
-        "personal frequency": lambda s: counted(s, lambda age: 1.0) + little,
-        "recency": lambda s: counted(s, lambda age: 0.5**age) + 1e-6 * little,
-        "item-kNN": lambda s: near[np.flatnonzero(counted(s, lambda age: 1.0))].sum(0),
-        "co-occurrence, last basket": lambda s: together[[place[item] for item in s.before[-1].items]].sum(0),
+    return {shown: by(scores) for shown, scores in fitted.items()} | {
+        "co-occurrence, last basket": lambda s: together[[place[item] for item in s.before[-1].items]].sum(0)
     }
 
 

@@ -45,7 +45,8 @@ def check(job: Job, *, dry_run: bool = False, paths: bool = True) -> str:
 
     said = list[str]()
     job = settled(job, tell=said.append)
-    if job.publish.metric is not None:
+    ranking = job.evaluate.ranking
+    if job.publish.metric is not None or job.publish.guards or (ranking and ranking.baselines):
         from ptf.evaluate.gate import check_evaluation
 
         check_evaluation(job)

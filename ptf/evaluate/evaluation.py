@@ -54,7 +54,8 @@ def evaluate_model(job: Job, model: str) -> dict[str, float]:
         update={"path": model, "init": "pretrained", "tokenizer": None, "tokens": None}
         | {"lora": None, "trainable": None}
     )
-    job = job.model_copy(update={"model": section, "publish": job.publish.model_copy(update={"gate": "unmeasured"})})
+    publish = job.publish.model_copy(update={"gate": "unmeasured", "guards": {}})
+    job = job.model_copy(update={"model": section, "publish": publish})
     gate.check_evaluation(job)
     directory = model_files.locate(model, verify_up_to=job.verify_bytes)
     with disk.disk_errors_as_user_errors(job.output), scratch.directory(Path(job.output) / "evaluation") as place:

@@ -7,6 +7,9 @@ not prevent publishing. `publish.max_regression` is in the unit of `publish.metr
 zero. The comparison with the published version (ptf.publish.publishing) is another one: of two numbers, without an
 interval, and with the same limit.
 
+Each of `publish.guards` is compared in the same way, with its own limit. Where it begins with `baseline/NAME/`, the
+trained model is compared with a baseline of the ranking (ptf.events.baselines), not with the starting model.
+
 It imports no torch, because the first step of every flow that does work calls `check_evaluation`.
 """
 
@@ -24,14 +27,17 @@ from ptf.artifact import START
 from ptf.config import ConfigError, Job, Plugin
 from ptf.config.plugin import bind
 from ptf.config.recipes import algo_config
+from ptf.config.sections.publish import is_error
 from ptf.errors import UserError
 from ptf.events.ranking_metrics import MEASURES, TASKS
 from ptf.storage import file_verification
 
 LOSSES = "held_out"  # directory in the run's: loss and denominator of each held-out sequence
 RESPONSES = "responses"  # directory in the run's: the greedy responses of the evaluate stage, one line per prompt
+BASELINE, BASELINES = "baseline/", "baselines"  # begins the names of baselines' metrics; their directory in RANKED
 RANKED = "ranked"  # directory in the run's: the ranking metrics of each user, written by ptf.evaluate.measurement
 AGAIN = "run the evaluate stage again"
+METRIC_LIMIT, GUARDS, STARTING = "publish.max_regression", "publish.guards", "the starting model"
 FEWEST = 5  # with fewer rows there is no interval
 LEVEL = 0.975  # quantile at each end of a 95 % interval
 
@@ -55,6 +61,8 @@ class Comparison:
     low: float
     high: float
     allowed: float  # the regression that does not prevent publishing, in the unit of the metric
+    key: str = METRIC_LIMIT  # what sets it
+    against: str = STARTING
 
     @property
     def is_worse(self) -> bool:
@@ -63,7 +71,7 @@ class Comparison:
 
     def describe(self) -> str:
         """Return both values, the interval and the verdict."""
-        change = f"{self.metric} {self.start:.4g} of the starting model, {self.now:.4g} of the trained one"
+        change = f"{self.metric} {self.start:.4g} of {self.against}, {self.now:.4g} of the trained one"
         if not self.rows:
             return f"{change}; not a mean over rows, so it has no interval"
         if math.isinf(self.low):
@@ -71,7 +79,7 @@ class Comparison:
         if self.is_worse:
             verdict = "worse"
         elif self.high < 0:
-            verdict = "worse, within publish.max_regression"
+            verdict = f"worse, within {self.key}"
         else:
             verdict = "better" if self.low > 0 else "no significant difference"
         return (
@@ -81,8 +89,8 @@ class Comparison:
 
 
 def check_evaluation(job: Job) -> None:
-    """Check the evaluation before anything is trained: that its plugins exist, and that it will measure
-    `publish.metric`. Raises ConfigError."""
+    """Check the evaluation before anything is trained: that its plugins and baselines exist, and that it will measure
+    `publish.metric` and `publish.guards`. Raises ConfigError."""
     plugins = {
         "reward": job.evaluate.reward,
         "engine": job.evaluate.engine,
@@ -94,35 +102,67 @@ def check_evaluation(job: Job) -> None:
                 bind(plugin)
             except ConfigError as error:
                 raise ConfigError(f"evaluate.{name}: {error}") from None
-    metric = job.publish.metric
-    if metric is None or metric.startswith("train/"):
-        return
     section, ranking = job.evaluate, job.evaluate.ranking
+    if ranking and ranking.baselines:
+        from ptf.events.baselines import SIGNED, check  # needs the extra ptf[events]
+
+        for name, settings in ranking.baselines.items():
+            check(name, settings)
+        if signed := [name for name in SIGNED if name in ranking.baselines and ranking.value_weight]:
+            raise ConfigError(
+                f"evaluate.ranking.baselines: {' and '.join(signed)} may have scores below 0, which have no logarithm "
+                "for value_weight; remove it, or set value_weight: 0"
+            )
     sampled = [f"pass@{section.samples}"] if section.samples > 1 else []
     metrics = ("greedy_pass_rate", "greedy_reward", "no_result_share", *sampled, *section.metrics)
-    names = [f"{name}/{source}" for source in section.sources for name in metrics]
+    names, of_baselines = [f"{name}/{source}" for source in section.sources for name in metrics], list[str]()
     if ranking:
         measures = [f"{task}/{measure}@{ranking.k}" for task in TASKS for measure in MEASURES]
-        names += [f"{measure}/{source}" for source in ranking.sources for measure in measures]
+        ranked = [f"{measure}/{source}" for source in ranking.sources for measure in measures]
+        names += ranked
+        of_baselines = [f"{BASELINE}{name}/{one}" for name in ranking.baselines for one in ranked]
     held_out = [] if algo_config(job).online else list(job.data.validation)
-    if metric not in names and metric.partition("/")[2] not in held_out:
-        known = [*names, *(f"the recipe's metrics of {name}, for example loss/{name}" for name in held_out)]
-        raise ConfigError(
-            f"publish.metric: the evaluation will have no {metric!r}; it will have {', '.join(known) or 'nothing'}"
-        )
+    metric = job.publish.metric
+    wanted = {"metric": metric} if metric is not None and not metric.startswith("train/") else {}
+    for key, name in (*wanted.items(), *(("guards", name) for name in job.publish.guards)):
+        measured = [*names, *(of_baselines if key == "guards" else ())]
+        if name not in measured and name.partition("/")[2] not in held_out:
+            known = [*measured, *(f"the recipe's metrics of {one}, for example loss/{one}" for one in held_out)]
+            raise ConfigError(
+                f"publish.{key}: the evaluation will have no {name!r}; it will have {', '.join(known) or 'nothing'}"
+            )
+    for name in job.publish.guards:
+        if not name.startswith(BASELINE) and (why := _unmeasured_start(job, name)):
+            raise ConfigError(
+                f"publish.guards: {name} cannot be compared with the starting model: {why}; remove it, or compare with "
+                "one of evaluate.ranking.baselines: baseline/NAME/…"
+            )
+
+
+def _unmeasured_start(job: Job, metric: str) -> str:
+    """Return why a metric is not measured on the model that training started from; nothing if it is."""
+    if not job.publish.measures_start:
+        return f"publish.gate: {job.publish.gate} does not measure it"
+    is_ranked = metric.startswith(tuple(f"{task}/" for task in TASKS))
+    return "random weights are not ranked (model.init)" if is_ranked and job.model.init != "pretrained" else ""
 
 
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
     """Compare the trained model with the model that training started from.
 
     `publish.metric` is compared if it is set and was measured on both models. Otherwise it is the first of these that
-    was measured on both: mean reward and pass rate of greedy responses, NDCG of the ranking, the held-out loss. The
-    list is empty if nothing is held out or `publish.gate` is `unmeasured`. Raises UserError if the stored
-    rows of the two models are not the same rows.
+    was measured on both: mean reward and pass rate of greedy responses, NDCG of the ranking, the held-out loss. Then
+    come `publish.guards`. With `publish.gate: unmeasured` there are only those, with `off` nothing. Raises UserError if
+    the stored rows of the two models are not the same rows, or a guard was not measured.
     """
     groups = ([str(job.publish.metric)], *defaults(job))
     measured = ([name for name in names if START + name in metrics] for names in groups)
-    return [_compared(job, run, name, metrics) for name in next(filter(None, measured), [])]
+    names = next(filter(None, measured), []) if job.publish.gate == "starting_model" else []
+    guards = () if job.publish.gate == "off" else job.publish.guards
+    return [
+        *(_compared(job, run, name, metrics) for name in names),
+        *(_compared(job, run, name, metrics, GUARDS) for name in guards),
+    ]
 
 
 def commit_rows(run: Path) -> None:
@@ -148,7 +188,9 @@ def unmeasured(job: Job, metrics: Mapping[str, float]) -> list[str]:
     # random weights are not ranked
     both = [n for n in names if job.model.init == "pretrained" or not n.startswith("all/")]
     wanted = [*names, *(START + name for name in both if job.publish.measures_start)]
-    return [name for name in wanted if name not in metrics]
+    for guard in job.publish.guards:
+        wanted += _sides(guard)
+    return [name for name in dict.fromkeys(wanted) if name not in metrics]
 
 
 def _is_scored(job: Job) -> bool:
@@ -161,6 +203,8 @@ def needs_losses(job: Job) -> bool:
     if job.publish.gate != "starting_model":
         return False
     metric = job.publish.metric
+    if any(map(_is_loss, job.publish.guards)):
+        return True
     if metric is not None and not metric.startswith("train/"):
         return _is_loss(metric)
     ranked = job.evaluate.ranking and job.model.init == "pretrained"
@@ -171,26 +215,36 @@ def _is_loss(metric: str | None) -> bool:
     return metric is not None and metric.startswith(("loss/", "kl/"))
 
 
-def _compared(job: Job, run: Path, metric: str, metrics: Mapping[str, float]) -> Comparison:
-    """Compare one metric.
+def _compared(job: Job, run: Path, name: str, metrics: Mapping[str, float], key: str = METRIC_LIMIT) -> Comparison:
+    """Compare one metric, or with the key `publish.guards` one of them.
 
     `publish.max_regression` is in the unit of `publish.metric`, and does not apply to the metrics that are compared in
     its place.
     """
-    is_named = metric == job.publish.metric
-    less_is_better = job.publish.less_is_better if is_named else _is_loss(metric)
-    allowed = job.publish.max_regression if is_named else 0.0
-    start, now, sign = metrics[START + metric], metrics[metric], -1.0 if less_is_better else 1.0
-    rows = _rows(job, run, metric)
-    if rows is None:  # the metric is one number of all rows together
-        return Comparison(metric, 0, start, now, sign * (now - start), sign * (now - start), allowed)
-    then, after, denominators = np.array(rows, np.float64).reshape(-1, 3).T
-    return Comparison(metric, len(rows), start, now, *interval(sign * (after - then), denominators), allowed)
+    is_guard, is_named = key == GUARDS, name == job.publish.metric
+    before, metric = _sides(name)
+    if missing := [one for one in (before, metric) if one not in metrics]:
+        raise UserError(f"{key}: the evaluation has not measured {' and '.join(missing)}; {AGAIN}")
+    baseline = name.split("/")[1] if name.startswith(BASELINE) else ""
+    less_is_better = is_error(metric) if is_guard or is_named else _is_loss(metric)
+    allowed = job.publish.guards[name] if is_guard else job.publish.max_regression if is_named else 0.0
+    start, now, sign = metrics[before], metrics[metric], -1.0 if less_is_better else 1.0
+    rows = _rows(job, run, metric, f"{BASELINES}/{baseline}" if baseline else "start")
+    low = high = sign * (now - start)
+    if rows is not None:  # otherwise the metric is one number of all rows together
+        then, after, denominators = np.array(rows, np.float64).reshape(-1, 3).T
+        low, high = interval(sign * (after - then), denominators)
+    return Comparison(metric, len(rows or ()), start, now, low, high, allowed, key, baseline or STARTING)
 
 
-def _rows(job: Job, run: Path, metric: str) -> list[tuple[float, float, float]] | None:
+def _sides(name: str) -> tuple[str, str]:
+    """Return the two metrics that are compared: that of the starting model or a baseline, and that of the new model."""
+    return (name, name.split("/", 2)[2]) if name.startswith(BASELINE) else (START + name, name)
+
+
+def _rows(job: Job, run: Path, metric: str, beside: str = "start") -> list[tuple[float, float, float]] | None:
     """Return the value of a metric at the start, the one now and their denominator, by row; None if the metric is not a
-    mean over rows."""
+    mean over rows. `beside`: the directory of a ranking to compare with in place of the start's."""
     if _is_loss(metric):
         return [
             (a["value"], b["value"], b["denominator"]) for a, b in _both(run / LOSSES, metric.partition("/")[2])
@@ -203,18 +257,18 @@ def _rows(job: Job, run: Path, metric: str) -> list[tuple[float, float, float]] 
     if job.evaluate.ranking and source in job.evaluate.ranking.sources:
         return [
             (a[measure], b[measure], 1.0)
-            for a, b in _both(run / RANKED, source, "user")
+            for a, b in _both(run / RANKED, source, "user", beside)
             if measure in a and measure in b
-        ]
+        ] or None
     return None
 
 
-def _both(place: Path, source: str, key: str = "") -> list[tuple[dict, dict]]:
+def _both(place: Path, source: str, key: str = "", beside: str = "start") -> list[tuple[dict, dict]]:
     """Return each row's record at the start together with its record now; none if the evaluation wrote none. Raises
     UserError if the rows differ."""
     if place.is_dir():
         file_verification.raise_if_different(str(place), file_verification.of_run(place), float("inf"), AGAIN)
-    files = [place / prefix / f"{source}.jsonl" for prefix in ("start", "")]
+    files = [place / prefix / f"{source}.jsonl" for prefix in (beside, "")]
     then, now = (
         [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else [] for file in files
     )
@@ -252,23 +306,22 @@ def quantile(freedom: int) -> float:
 
 def describe(job: Job, compared: Sequence[Comparison]) -> str:
     """Return the result of the gate as one line, for the console and the model card."""
-    if job.publish.gate != "starting_model":
-        why = f"publish.gate is {job.publish.gate}"
-    elif not compared:
-        why = "nothing held out was measured on both models (evaluate.sources, evaluate.ranking, data.validation)"
-    else:
+    if compared and job.publish.gate != "off":
         return "; ".join(one.describe() for one in compared)
+    why = f"publish.gate is {job.publish.gate}"
+    if job.publish.gate == "starting_model":
+        why = "nothing held out was measured on both models (evaluate.sources, evaluate.ranking, data.validation)"
     return f"not compared with what training started from: {why}"
 
 
 def raise_if_worse(job: Job, compared: Sequence[Comparison]) -> None:
     """Raise Worse, which names the metrics that became worse, if the gate is on and any did."""
     worse = [one for one in compared if one.is_worse]
-    if worse and job.publish.gate == "starting_model":
-        allowed = max(one.allowed for one in worse)
-        limit = f"; allowed regression: {allowed:g} (publish.max_regression)" if allowed else ""
+    if worse and job.publish.gate != "off":
+        limits = dict.fromkeys(f"; allowed regression: {one.allowed:g} ({one.key})" for one in worse if one.allowed)
+        than = dict.fromkeys("what training started from" if x.against == STARTING else x.against for x in worse)
         raise Worse(
-            f"not published: worse than what training started from: {describe(job, worse)}{limit}. "
+            f"not published: worse than {' and '.join(than)}: {describe(job, worse)}{''.join(limits)}. "
             "publish.gate: off skips this comparison (a flow: run --continue RUN_NAME --set publish.gate=off); the "
             "checks of the exported files and against the published version remain"
         )

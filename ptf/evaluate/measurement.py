@@ -265,9 +265,10 @@ def measure_responses_to(
 
 def measure_ranking(job: Job, run: Path) -> dict[str, float]:
     """Return the ranking metrics of the trained model on each of `evaluate.ranking.sources`; unless
-    `publish.gate` is `unmeasured` or its weights were random, also those of the model that training started from.
+    `publish.gate` is `unmeasured` or its weights were random, also those of the model that training started from; and
+    those of `evaluate.ranking.baselines`.
 
-    The metrics of each user are written to `run/ranked/` and `run/ranked/start/`.
+    The metrics of each user are written to `run/ranked/`, `run/ranked/start/` and `run/ranked/baselines/NAME/`.
     """
     evaluate_config = job.evaluate.ranking
     assert evaluate_config is not None
@@ -287,11 +288,16 @@ def measure_ranking(job: Job, run: Path) -> dict[str, float]:
                     prompts=source_prompts,
                     catalogue=evaluate_config.catalogue,
                     k=evaluate_config.k,
+                    value_weight=evaluate_config.value_weight,
                     device=world.device,
                     factory=layer_factory_of(without_adapters(starting.section)),
                     answers=run / gate.RANKED / ("start" if prefix else "") / f"{name}.jsonl",
                 )
                 metrics |= {f"{prefix}{key}/{name}": value for key, value in ranking.items()}
+    if evaluate_config.baselines:
+        from ptf.events.baseline_ranking import rank_baselines  # needs the extra ptf[events]
+
+        metrics |= rank_baselines(evaluate_config, prompts, run / gate.RANKED / gate.BASELINES)
     return metrics
 
 

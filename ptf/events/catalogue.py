@@ -103,8 +103,12 @@ class Catalogue:
             raise UserError(f"{path} is not a catalogue; ptf.events.prepare writes one") from None
 
 
+def beside(catalogue: str, name: str) -> str:
+    """Return the path or URI of a file in the catalogue's directory."""
+    return f"{catalogue.rsplit('/', 1)[0]}/{name}" if "/" in catalogue else name
+
+
 def load_item_vectors(catalogue: str) -> np.ndarray:
     """Return the vectors of unit length, [items, d], that are stored beside the catalogue (a path or URI)."""
-    path = f"{catalogue.rsplit('/', 1)[0]}/vectors.npy" if "/" in catalogue else "vectors.npy"
-    with storage.open_read(path) as file:
+    with storage.open_read(beside(catalogue, "vectors.npy")) as file:
         return np.load(file)

@@ -3,12 +3,14 @@
 Baskets are held out before anything is written or tokenized, so no training row contains held-out or later events.
 """
 
+import json
 import math
 from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ptf import storage
 from ptf.data.sources.reader import Reader
 from ptf.data.sources.rows import rows_once
 from ptf.errors import UserError
@@ -118,6 +120,18 @@ def number_in(cell: Any) -> float:
         return float(cell)
     except (TypeError, ValueError):
         return math.nan
+
+
+def save(path: str, histories: Mapping[str, History]) -> None:
+    """Write histories as jsonl: of each user the baskets, as pairs of a time and items."""
+    rows = ({"user": user, "baskets": [(b.time, b.items) for b in history]} for user, history in histories.items())
+    storage.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(path: str) -> dict[str, History]:
+    """Read histories that `save` wrote, from a path or URI."""
+    rows = map(json.loads, storage.read_text(path).splitlines())
+    return {row["user"]: tuple(Basket(time, tuple(items)) for time, items in row["baskets"]) for row in rows}
 
 
 def absent(value: Any) -> bool:

@@ -17,7 +17,7 @@ from ptf import storage
 from ptf.data.trajectory import Prompt
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, load_item_vectors
-from ptf.events.ranking_metrics import TASKS, coverage, diversity, measures
+from ptf.events.ranking_metrics import TASKS, coverage, diversity, measures, with_value
 from ptf.rl.engines.native import NativeEngine
 
 BEAM = 100  # beginnings of items that are kept on each level
@@ -84,13 +84,15 @@ def evaluate_ranking(
     catalogue: Catalogue,
     vectors: np.ndarray,
     k: int,
+    value_weight: float = 0.0,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Return the means of all measures over the users, and the measures of each user.
 
     The measures compare a ranking with the next basket: a ranking of all items (`all/…`), and one of items that are new
-    to the user (`new/…`, for users whose basket has one). Raises UserError for a prompt whose row has no `history` or
-    `future`, or has items that are not in the catalogue.
+    to the user (`new/…`, for users whose basket has one). `value_weight`: see `with_value`. Raises UserError for a
+    prompt whose row has no `history` or `future`, or has items that are not in the catalogue.
     """
+    values = np.array([item.value for item in catalogue.items])
     index_of = {item.name: i for i, item in enumerate(catalogue.items)}
     rows: dict[int, dict[str, Any]] = {}
     lists: dict[str, list[list[int]]] = {task: [] for task in TASKS}
@@ -106,6 +108,7 @@ def evaluate_ranking(
                 f"{prompt.source}, has {str({key: prompt.row.get(key) for key in ('history', 'future')})[:120]}"
             ) from None
         rows[number] = row = {"user": prompt.row.get("user")}
+        scores = with_value(scores, values, value_weight)
         unseen = scores.copy()
         unseen[had] = -np.inf
         tasks = {"all": (scores, basket), "new": (unseen, [item for item in basket if item not in set(had)])}
@@ -131,6 +134,7 @@ def rank(
     prompts: Sequence[Prompt],
     catalogue: str,
     k: int,
+    value_weight: float,
     device: torch.device,
     factory: Any,
     answers: Path,
@@ -141,6 +145,7 @@ def rank(
     items.raise_if_different(tokenizer, "the model's")
     vectors = load_item_vectors(catalogue)
     engine = NativeEngine(str(model), device=device, dtype=torch.float32, version=0, factory=factory)
-    means, rows = evaluate_ranking(Ranker(engine, items, tokenizer, max(BEAM, 10 * k)), prompts, items, vectors, k)
+    ranker = Ranker(engine, items, tokenizer, max(BEAM, 10 * k))
+    means, rows = evaluate_ranking(ranker, prompts, items, vectors, k, value_weight)
     storage.write_text(str(answers), "".join(json.dumps(row) + "\n" for row in rows))
     return means

@@ -11,6 +11,7 @@ The files that it writes:
     held_out.jsonl                     histories of which a basket is held out (kind prompt)
     held_out_loss.jsonl                that basket, after its history as context (kind events)
     catalogue.json, vectors.npy        the items, and a row of unit length for each
+    histories.jsonl                    the histories that may be trained on, with times: baselines are fitted on them
     allowed.txt                        the items' tokens, for `rollout.constrained_decoding`
     tokens.jsonl, tokens.safetensors   for `model.tokens`: those tokens, and initial rows that are close to each other
                                        where items are alike
@@ -42,7 +43,7 @@ from ptf.data.event_tokens import START
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
 from ptf.events.catalogue import Catalogue, Item
-from ptf.events.histories import Basket, History, Split, absent, number_in, read, split, table
+from ptf.events.histories import Basket, History, Split, absent, number_in, read, save, split, table
 from ptf.events.item_vectors import item_vectors, rotate_to_width
 from ptf.events.semantic_ids import SemanticIds
 from ptf.events.serialize import DAY, GAPS, HistorySerializer, days_of
@@ -124,6 +125,7 @@ def prepare(
         tensors = {"ids": token_ids, "rows": rows, "gaps": np.array(days, np.float32)}
         save_file(tensors | {"request_time": np.array(request_time)}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
+    save(str(root / "histories.jsonl"), {user: s.before for user, s in splits.items() if s.before})
     np.save(root / "vectors.npy", vectors.astype(np.float32))
     serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, opening, request_time)
     held_out = {user: s for user, s in splits.items() if s.before and s.future}

@@ -31,6 +31,13 @@ def measures(ranked: Sequence[int], wanted: Mapping[int, float], k: int) -> dict
     }
 
 
+def with_value(scores: np.ndarray, values: np.ndarray, weight: float) -> np.ndarray:
+    """Return log-probs [.., items] + weight · log(values [items]); an item of value 0 is last. Without a weight, the
+    log-probs are unchanged."""
+    with np.errstate(divide="ignore"):
+        return scores + weight * np.log(values) if weight else scores
+
+
 def diversity(vectors: np.ndarray) -> float:
     """Return the mean of 1 − cosine over all pairs of vectors, which are [k, d] of unit length.
 

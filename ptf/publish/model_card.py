@@ -108,7 +108,7 @@ def _results(job: Job, metrics: Mapping[str, float], task: str) -> list[dict[str
         values = {
             key.removesuffix(f"/{name}"): value
             for key, (_, value) in evaluated(metrics).items()
-            if key.endswith(f"/{name}")
+            if key.endswith(f"/{name}") and not key.startswith("baseline/")
         }
         if values:
             results.append(

@@ -43,7 +43,8 @@ def affordable(prompts: Prompts, job: Job, directory: Path, models: int, samples
         return models * (passes * sum(lengths) + responses * len(lengths) * config.max_new_tokens)
 
     if not gpu and flops * tokens() > CPU_FLOPS:
-        if config.samples_per_prompt is None and not (job.publish.metric or "").startswith("pass@"):
+        named = (job.publish.metric or "", *job.publish.guards)
+        if config.samples_per_prompt is None and not any(name.startswith("pass@") for name in named):
             samples = 1
         share = CPU_FLOPS / (flops * tokens())
         if config.limit is None and share < 1:

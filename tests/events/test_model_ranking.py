@@ -176,6 +176,7 @@ def test_a_users_measures_are_of_the_list_that_the_scores_make(place: Path, tmp_
         prompts=prompts,
         catalogue=str(place / "made/catalogue.json"),
         k=10,
+        value_weight=0.0,
         device=torch.device("cpu"),
         factory=None,
         answers=tmp_path / "rows.jsonl",

@@ -1,6 +1,6 @@
 """The section `evaluate`: what the evaluate stage generates, scores and ranks."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,13 @@ class RankingConfig(Section):
     """The catalogue of items; `vectors.npy` is read from the same directory."""
     k: Positive = 10
     """Length of the list."""
+    value_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Items are ranked by log-probability + this weight · log(value); an item of value 0 is then last. Baselines are
+    ranked by log(score) + the same, so `ease` and `mix`, whose scores may be below 0, are refused."""
+    baselines: dict[str, dict[str, Any]] = {}
+    """Rivals that are ranked for the same users, by name, with their settings (`{}`: the defaults of
+    ptf.events.baselines): `{tifu_knn: {neighbours: 100}, ease: {}}`. The metrics are `baseline/NAME/all/ndcg@10/SOURCE`
+    and so on. They are fitted on `histories.jsonl`, which is read from the catalogue's directory."""
 
 
 class EvaluateConfig(Section):

@@ -35,6 +35,10 @@ class PublishConfig(Section):
     starting model: refused if the 95 % interval of the improvement lies wholly below −`max_regression`. Against the
     published version: refused if new < published − `max_regression` (of a loss, if new > published +
     `max_regression`). In the retrain flow, 0 also refuses an equal value."""
+    guards: dict[str, Annotated[float, Field(ge=0)]] = changeable({})
+    """More metrics on which the new model may not be worse beyond chance, and how much worse each may be, in its unit:
+    `{all/ndcg@10/next: 0.003}`. They are compared with the starting model, as `metric` is, by a 95 % interval. A name
+    like `baseline/tifu_knn/all/ndcg@10/next` compares with that one of `evaluate.ranking.baselines`, user by user."""
     hub: str | None = changeable(None)
     """Repository of the Hugging Face Hub (`team/name`) that each version is also pushed to. It is created, as a private
     one, if it does not exist. The token is the Hub's own (`HF_TOKEN`)."""
@@ -44,9 +48,14 @@ class PublishConfig(Section):
     @property
     def less_is_better(self) -> bool:
         """Whether a lower value of `metric` is the better one."""
-        return (self.metric or "").removeprefix("train/").split("/")[0] in ERRORS
+        return is_error(self.metric or "")
 
     @property
     def measures_start(self) -> bool:
         """Whether the evaluate stage also measures the model that training started from."""
         return self.gate != "unmeasured"
+
+
+def is_error(metric: str) -> bool:
+    """Return whether a lower value of the metric is the better one."""
+    return metric.removeprefix("train/").split("/")[0] in ERRORS
