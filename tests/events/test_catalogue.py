@@ -10,7 +10,9 @@ import pytest
 from ptf.data.event_tokenizer import event_tokenizer
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
+from ptf.events import histories
 from ptf.events.catalogue import Catalogue
+from ptf.events.histories import Basket
 from ptf.events.item_vectors import cooccurrence_vectors, item_vectors, rotate_to_width, text_vectors
 from ptf.events.prepare import catalogue_rows, generated, prepare, read_events
 from ptf.events.semantic_ids import SemanticIds
@@ -88,11 +90,13 @@ def test_no_row_to_train_on_has_what_is_held_out(made: Path, tmp_path: Path) -> 
     prepare(str(out), events=str(tmp_path / "events.jsonl"), items=str(tmp_path / "items.jsonl"))
     planted = Catalogue.load(str(out / "catalogue.json")).by_name["planted"]
     assert planted.popularity == 0
-    for name in ("train.jsonl", "train_prompts.jsonl"):
+    for name in ("train.jsonl", "train_prompts.jsonl", "histories.jsonl"):
         assert planted.text not in (out / name).read_text()
         assert "planted" not in (out / name).read_text()
     (row,) = [row for row in read_jsonl(out / "held_out.jsonl") if row["user"] == "new"]
     assert row["future"] == [["planted"]]
+    kept = histories.load(str(out / "histories.jsonl"))["new"]
+    assert kept == (Basket(1.0, ("item1",)), Basket(2.0, ("item2",))), "its earlier baskets are there, with their times"
     assert planted.text not in row["messages"][0]["content"]
     (continued,) = [row for row in read_jsonl(out / "held_out_loss.jsonl") if [planted.text] in row["events"]]
     assert continued["events"][continued["context"] :] == [[planted.text]], (
