@@ -12,7 +12,7 @@ from scipy import stats
 
 from ptf import storage
 from ptf.artifact import Artifact
-from ptf.config import loads
+from ptf.config import ConfigError, loads
 from ptf.errors import UserError
 from ptf.evaluate import gate
 from ptf.evaluate.gate import Comparison, Worse, interval, quantile
@@ -164,6 +164,123 @@ def test_users_are_compared_by_their_rankings(tmp_path: Path) -> None:
     with pytest.raises(Worse, match=r"all/ndcg@10/next 0\.845 of the starting model"):
         gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
     assert not gate.needs_losses(job)
+
+
+def guarded(tmp_path: Path, **publish: Any) -> dict[str, Any]:
+    """A job that ranks a catalogue beside TIFU-kNN, with these keys of `publish`."""
+    ranking = {"sources": {"next": {"path": "x"}}, "baselines": {"tifu_knn": {}}}
+    raw: dict[str, Any] = arithmetic(tmp_path) | {"evaluate": {"ranking": ranking}, "publish": publish}
+    raw["model"]["init"] = "pretrained"
+    return raw
+
+
+def rankings(run: Path, start: float, baseline: float, now: float) -> dict[str, float]:
+    """What the evaluate stage leaves of rankings with these mean NDCGs, of new items too; its metrics."""
+    noise = np.random.default_rng(0).normal(0, 0.05, 40)
+    metrics = {}
+    for place, prefix, value in (
+        ("start", "starting_model/", start),
+        ("baselines/tifu_knn", "baseline/tifu_knn/", baseline),
+        ("", "", now),
+    ):
+        rows = [{"user": n, "all/ndcg@10": value + x, "new/ndcg@10": value / 2 + x} for n, x in enumerate(noise)]
+        write_jsonl(run / "ranked" / place / "next.jsonl", rows)
+        metrics |= {f"{prefix}all/ndcg@10/next": value, f"{prefix}new/ndcg@10/next": value / 2}
+        metrics[f"{prefix}all/coverage@10/next"] = value
+    gate.commit_rows(run)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("guard", "allowed", "worse"),
+    [
+        ("new/ndcg@10/next", 0.0, False),  # better than the start
+        ("all/coverage@10/next", 0.0, False),
+        ("baseline/tifu_knn/all/ndcg@10/next", 0.0, True),
+        ("baseline/tifu_knn/all/ndcg@10/next", 0.05, False),  # by 0.03 alone
+        ("baseline/tifu_knn/all/coverage@10/next", 0.0, True),  # no mean over users: by its difference
+    ],
+)
+def test_a_guard_refuses_what_is_worse_on_another_metric_or_than_a_baseline(
+    tmp_path: Path, guard: str, allowed: float, worse: bool
+) -> None:
+    metrics = rankings(tmp_path, start=0.2, baseline=0.28, now=0.25)
+    job = loads(yaml.safe_dump(guarded(tmp_path, guards={guard: allowed})))
+    gate.check_evaluation(job)
+    compared = gate.comparisons(job, tmp_path, metrics)
+    assert [one.metric for one in compared] == ["all/ndcg@10/next", guard.removeprefix("baseline/tifu_knn/")]
+    if worse:
+        with pytest.raises(
+            Worse, match=r"not published: worse than tifu_knn: all/\w+@10/next 0\.28 of tifu_knn, 0\.25 of"
+        ):
+            gate.raise_if_worse(job, compared)
+    else:
+        gate.raise_if_worse(job, compared)
+    assert compared[1].describe() in gate.describe(job, compared)
+    off = loads(yaml.safe_dump(guarded(tmp_path, guards={guard: allowed}, gate="off")))
+    gate.raise_if_worse(off, gate.comparisons(off, tmp_path, metrics))
+
+
+def test_a_guard_of_the_start_refuses_what_became_worse_within_its_limit(tmp_path: Path) -> None:
+    metrics = rankings(tmp_path, start=0.3, baseline=0.1, now=0.28)  # new: 0.15 → 0.14
+    named = {"metric": "all/ndcg@10/next", "max_regression": 0.1}
+    for allowed, worse in ((0.02, False), (0.003, True)):
+        job = loads(yaml.safe_dump(guarded(tmp_path, **named, guards={"new/ndcg@10/next": allowed})))
+        compared = gate.comparisons(job, tmp_path, metrics)
+        assert [one.is_worse for one in compared] == [False, worse]
+        if worse:
+            with pytest.raises(Worse, match=r"started from: new/.*allowed regression: 0\.003 \(publish\.guards\)\. "):
+                gate.raise_if_worse(job, compared)
+        else:
+            assert compared[1].describe().endswith("worse, within publish.guards")
+
+
+def test_a_baseline_guards_a_run_whose_start_is_not_measured(tmp_path: Path) -> None:
+    metrics = rankings(tmp_path, start=0.9, baseline=0.28, now=0.25)
+    guard = "baseline/tifu_knn/new/ndcg@10/next"
+    job = loads(yaml.safe_dump(guarded(tmp_path, gate="unmeasured", guards={guard: 0})))
+    gate.check_evaluation(job)
+    with pytest.raises(Worse, match="worse than tifu_knn: new/ndcg@10/next"):
+        gate.raise_if_worse(job, gate.comparisons(job, tmp_path, metrics))
+    without = loads(yaml.safe_dump(guarded(tmp_path, gate="unmeasured")))
+    assert gate.comparisons(without, tmp_path, metrics) == [], "the start is worse than nothing"
+    del metrics[guard]
+    assert guard in gate.unmeasured(job, metrics)
+    with pytest.raises(UserError, match=f"publish.guards: the evaluation has not measured {guard}"):
+        gate.comparisons(job, tmp_path, metrics)
+
+
+def test_other_users_than_the_baselines_are_refused(tmp_path: Path) -> None:
+    metrics = rankings(tmp_path, start=0.2, baseline=0.28, now=0.25)
+    file = tmp_path / "ranked/baselines/tifu_knn/next.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
+    gate.commit_rows(tmp_path)
+    job = loads(yaml.safe_dump(guarded(tmp_path, guards={"baseline/tifu_knn/all/ndcg@10/next": 0})))
+    with pytest.raises(UserError, match="not measured on the same held-out rows"):
+        gate.comparisons(job, tmp_path, metrics)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"guards": {"all/ndcg@5/next": 0}}, r"publish\.guards: the evaluation will have no 'all/ndcg@5/next'"),
+        ({"guards": {"baseline/ease/all/ndcg@10/next": 0}}, "will have no 'baseline/ease/all/ndcg@10/next'"),
+        ({"metric": "baseline/tifu_knn/all/ndcg@10/next"}, r"publish\.metric: the evaluation will have no 'baseline"),
+        ({"guards": {"all/ndcg@10/next": 0}, "gate": "unmeasured"}, r"publish\.gate: unmeasured does not measure it"),
+        ({"guards": {"all/ndcg@10/next": 0}, "random": True}, r"random weights are not ranked \(model\.init\); remove"),
+        ({"baselines": {"tifu": {}}}, "tifu is not a baseline; there are"),
+        ({"baselines": {"ease": {}}, "value_weight": 0.5}, "ease may have scores below 0.*set value_weight: 0"),
+    ],
+)
+def test_guards_and_baselines_that_cannot_be_measured_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    raw = guarded(tmp_path, **{key: changes[key] for key in ("guards", "metric", "gate") if key in changes})
+    raw["evaluate"]["ranking"] |= {key: changes[key] for key in ("baselines", "value_weight") if key in changes}
+    raw["model"] |= {"init": "random"} if "random" in changes else {}
+    with pytest.raises(ConfigError, match=message):
+        gate.check_evaluation(loads(yaml.safe_dump(raw)))
+    gate.check_evaluation(loads(yaml.safe_dump(guarded(tmp_path))))
 
 
 def staged(raw: dict[str, Any], run_name: str = "a") -> tuple[Any, Artifact]:

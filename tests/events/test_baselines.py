@@ -244,7 +244,7 @@ def ranking(made: Path, **changed: Any) -> tuple[RankingConfig, dict[str, list[P
 
 
 def test_baselines_are_ranked_for_the_users_that_the_model_is_ranked_for(tmp_path: Path) -> None:
-    generated(str(tmp_path), users=70, items=24, kinds=3)
+    generated(str(tmp_path), users=40, items=24, kinds=3)
     section, prompts = ranking(tmp_path, k=5, baselines={"personal_frequency": {}, "popularity": {}, "ease": {}})
     found = rank_baselines(section, prompts, tmp_path / "ranked")
     rows = {name: read_jsonl(tmp_path / "ranked" / name / "next.jsonl") for name in section.baselines}
