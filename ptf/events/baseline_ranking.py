@@ -34,12 +34,14 @@ def rank_baselines(
         fitted = fit(name, settings, train)
 
         def score(prompts: Sequence[Prompt], fitted=fitted) -> Iterator[tuple[int, np.ndarray]]:
+            order = sorted(range(len(prompts)), key=lambda i: prompts[i].row.get("now") or 0.0)  # a day's together
             for start in range(0, len(prompts), BATCH):
-                rows = [prompt.row for prompt in prompts[start : start + BATCH]]
+                numbers = order[start : start + BATCH]
+                rows = [prompts[i].row for i in numbers]
                 asked = [(row["user"], _history(known, row)) for row in rows]
                 scores = fitted(Purchases.of(asked, names, [row.get("now") for row in rows]))
                 with np.errstate(divide="ignore"):
-                    yield from enumerate(np.log(scores) if section.value_weight else scores, start)
+                    yield from zip(numbers, np.log(scores) if section.value_weight else scores, strict=True)
 
         for source, asked in prompts.items():
             means, rows = evaluate_ranking(score, asked, catalogue, vectors, section.k, section.value_weight)

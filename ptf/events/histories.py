@@ -129,8 +129,11 @@ def save(path: str, histories: Mapping[str, History]) -> None:
 
 
 def load(path: str) -> dict[str, History]:
-    """Read histories that `save` wrote, from a path or URI."""
-    rows = map(json.loads, storage.read_text(path).splitlines())
+    """Read histories that `save` wrote, from a path or URI. Raises UserError if there are none."""
+    try:
+        rows = map(json.loads, storage.read_text(path).splitlines())
+    except storage.Missing:
+        raise UserError(f"there is no {path}, on which baselines are fitted; prepare the data again") from None
     return {row["user"]: tuple(Basket(time, tuple(items)) for time, items in row["baskets"]) for row in rows}
 
 

@@ -107,7 +107,6 @@ def taiw(
     days between a user's purchases of the item, by expectation maximisation, and a is the share of its purchases that
     are followed by another. All are shrunk to the catalogue's, which count as `prior` purchases.
     """
-
     order = np.lexsort((train.basket, train.item, train.user))
     user, item, time = train.user[order], train.item[order], train.time[order]
     again = (user[1:] == user[:-1]) & (item[1:] == item[:-1])

@@ -264,6 +264,11 @@ def test_baselines_are_ranked_for_the_users_that_the_model_is_ranked_for(tmp_pat
     for wrong in (stranger, shorter):
         with pytest.raises(UserError, match=r"histories\.jsonl has another history of user"):
             rank_baselines(section, {"next": [wrong]}, tmp_path / "wrong")
+    timed = [Prompt(p.tokens, p.row | {"now": 1e9 - 1e5 * i}, "next", i) for i, p in enumerate(prompts["next"])]
+    assert rank_baselines(section, {"next": timed}, tmp_path / "timed") == found, "the order of requests matters not"
+    (tmp_path / "histories.jsonl").unlink()
+    with pytest.raises(UserError, match=r"there is no .*histories\.jsonl, .*; prepare the data again"):
+        rank_baselines(section, prompts, tmp_path / "none")
 
 
 def test_what_is_held_out_changes_no_score(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ptf.compute.tracking import read_metrics
 from ptf.config import ConfigError, loads
 from ptf.data.tokenizer import Tokenizer
 from ptf.errors import UserError
-from ptf.evaluate.gate import check_evaluation
+from ptf.evaluate.gate import Worse, check_evaluation, comparisons, raise_if_worse
 from ptf.evaluate.measurement import measure_run
 from ptf.events.catalogue import Catalogue
 from ptf.events.prepare import generated
@@ -187,6 +187,33 @@ def test_a_catalogue_of_another_tokenizer_and_a_metric_that_there_is_not(tmp_pat
     other.write_text(json.dumps(json.loads(other.read_text()) | {"tokenizer": "0" * 64}))
     with pytest.raises(UserError, match="the catalogue was made with a different tokenizer than the model's"):
         measure_run(job, directory)
+
+
+@pytest.mark.long
+def test_a_run_is_measured_beside_rivals_which_guard_its_publication(tmp_path: Path) -> None:
+    """A model of two steps is worse than counting; that the rivals are those of the same users, the gate checks."""
+    raw = histories(tmp_path)
+    raw["train"] |= {"steps": 2, "validate_every": 0}
+    raw["evaluate"]["ranking"] |= {"baselines": {"personal_frequency": {}, "tifu_knn": {"neighbours": 5}}}
+    guard = "baseline/personal_frequency/all/ndcg@10/next"
+    job = loads(yaml.safe_dump(raw | {"publish": {"guards": {guard: 0}}}))
+    check_evaluation(job)
+    metrics, directory = trained(raw | {"publish": {"guards": {guard: 0}}}, "a")
+    assert metrics[guard] > metrics["all/ndcg@10/next"]
+    assert not any(name.startswith("starting_model/baseline") for name in metrics)
+    with pytest.raises(Worse, match=r"worse than personal_frequency: all/ndcg@10/next 0\.\d+ of personal_frequency"):
+        raise_if_worse(job, comparisons(job, directory, metrics))
+    raise_if_worse(job, comparisons(job, directory, metrics)[:-1])
+    rows = read_jsonl(directory / "ranked/baselines/tifu_knn/next.jsonl")
+    assert [row["user"] for row in rows] == [row["user"] for row in read_jsonl(directory / "ranked/next.jsonl")]
+    by_value = raw["evaluate"]["ranking"] | {"value_weight": 1e6, "baselines": {"popularity": {}}}
+    measure_run(loads(yaml.safe_dump(raw | {"evaluate": {"ranking": by_value}})), directory)
+    items = Catalogue.load(str(tmp_path / "made" / "catalogue.json")).items
+    dearest = [item.name for item in sorted(items, key=lambda item: -item.value)]
+    for place in ("next.jsonl", "baselines/popularity/next.jsonl"):
+        for row in read_jsonl(directory / "ranked" / place):
+            assert row["all/top"] == [name for name in dearest if name in row["all/top"]], "in the order of values"
+    assert read_jsonl(directory / "ranked/next.jsonl")[0]["all/top"] == dearest[:10]
 
 
 @pytest.mark.long
