@@ -17,7 +17,7 @@ from commands import options
 from flow_runs import results_page
 from pages import head, table, today
 
-from ptf.events.baselines import BASELINES, fit
+from ptf.events.baselines import BASELINES, fit, standardised
 from ptf.events.histories import read, split
 from ptf.events.histories import table as events_table
 from ptf.events.prepare import catalogue_rows
@@ -73,19 +73,22 @@ class Customers:
         for row, (user, _) in enumerate(self.held):
             self.wanted[row, [place[item] for item in every[user].future[0].items]] = True
 
-    def ndcg(self, name: str, settings: Mapping[str, Any]) -> Users:
-        """The NDCG of each customer, of a baseline with these settings."""
-        scored, found = fit(name, settings, self.train), {"all": list[float](), "new": list[float]()}
-        for start in range(0, len(self.held), BATCH):
-            asked = Purchases.of(self.held[start : start + BATCH], self.items)
-            had, wanted = asked.had.toarray() > 0, self.wanted[start : start + BATCH]
-            scores = scored(asked)
-            found["all"] += ndcg(scores, wanted)
-            found["new"] += ndcg(np.where(had, -np.inf, scores), wanted & ~had)
-        return {task: np.array(values) for task, values in found.items()}
+        batches = [self.held[start : start + BATCH] for start in range(0, len(self.held), BATCH)]
+        self.asked = [Purchases.of(batch, self.items) for batch in batches]
+        self.had = np.concatenate([asked.had.toarray() > 0 for asked in self.asked])
+
+    def scores(self, name: str, settings: Mapping[str, Any]) -> np.ndarray:
+        """The scores of a baseline with these settings, [customers, items]."""
+        scored = fit(name, settings, self.train)
+        return np.concatenate([scored(asked) for asked in self.asked])
+
+    def ndcg(self, scores: np.ndarray) -> Users:
+        """The NDCG of each customer."""
+        new = np.where(self.had, -np.inf, scores)
+        return {"all": ndcg(scores, self.wanted), "new": ndcg(new, self.wanted & ~self.had)}
 
 
-def ndcg(scores: np.ndarray, wanted: np.ndarray) -> list[float]:
+def ndcg(scores: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """As ptf.events.ranking_metrics has it, of many customers: equal scores in the catalogue's order."""
     discounts, found = 1 / np.log2(np.arange(2, K + 2)), []
     least = np.partition(scores, -K, axis=1)[:, -K]
@@ -94,14 +97,14 @@ def ndcg(scores: np.ndarray, wanted: np.ndarray) -> list[float]:
         top = likely[np.argsort(-scores[row, likely], kind="stable")[:K]]
         count = min(K, int(targets.sum()))
         found.append(float((targets[top] * discounts).sum() / discounts[:count].sum()) if count else np.nan)
-    return found
+    return np.array(found)
 
 
 def tuned(customers: Customers, name: str, grid: Mapping[str, tuple], settings: dict[str, Any]) -> dict[str, Any]:
-    best = float(np.nanmean(customers.ndcg(name, settings)["all"]))
+    best = float(np.nanmean(ndcg(customers.scores(name, settings), customers.wanted)))
     for key, values in grid.items():
         for value in values:
-            here = float(np.nanmean(customers.ndcg(name, settings | {key: value})["all"]))
+            here = float(np.nanmean(ndcg(customers.scores(name, settings | {key: value}), customers.wanted)))
             if here > best:
                 best, settings = here, settings | {key: value}
     print(f"{name}: {best:.4f} {settings}", flush=True)
@@ -110,17 +113,17 @@ def tuned(customers: Customers, name: str, grid: Mapping[str, tuple], settings: 
 
 def mixed(customers: Customers, chosen: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The weights of the mix, with the chosen settings of what is mixed."""
-
-    def of(weights: Mapping[str, float]) -> dict[str, Any]:
-        return {"of": {name: {"weight": weight, **chosen[name]} for name, weight in weights.items()}}
-
+    parts = {name: standardised(customers.scores(name, chosen[name])) for name in ("tifu_knn", *MIXED)}
     weights, best = {"tifu_knn": 1.0, "up_cf": 0.3, "ease": 0.3}, -1.0
     for name, values in MIXED.items():
         for value in values:
-            here = float(np.nanmean(customers.ndcg("mix", of(weights | {name: value}))["all"]))
+            tried = weights | {name: value}
+            scores = np.sum([weight * parts[part] for part, weight in tried.items()], axis=0)
+            here = float(np.nanmean(ndcg(scores, customers.wanted)))
             if here > best:
-                best, weights = here, weights | {name: value}
-    return of(weights)
+                best, weights = here, tried
+    print(f"mix: {best:.4f} {weights}", flush=True)
+    return {"of": {name: {"weight": weight, **chosen[name]} for name, weight in weights.items()}}
 
 
 def apart(a: Users, b: Users, task: str) -> str:
@@ -138,7 +141,12 @@ def main() -> int:
         chosen = {name: tuned(customers, name, grid, {}) for name, grid in GRIDS.items()}
         chosen["mix"] = mixed(customers, chosen)
         CHOSEN.write_text(json.dumps(chosen, indent=1) + "\n")
-    found = {name: customers.ndcg(name, chosen[name]) for name in BASELINES}
+    return page(customers, chosen, given.test)
+
+
+def page(customers: Customers, chosen: Mapping[str, dict[str, Any]], test: bool) -> int:
+    """Write the page of the chosen settings."""
+    found = {name: customers.ndcg(customers.scores(name, chosen[name])) for name in BASELINES}
     rows = [
         [
             name,
@@ -148,14 +156,14 @@ def main() -> int:
         ]
         for name, users in found.items()
     ]
-    which = "last basket" if given.test else "basket before the last"
-    command = "`python benchmarks/events_rivals.py" + (" --test`" if given.test else "`")
+    which = "last basket" if test else "basket before the last"
+    command = "`python benchmarks/events_rivals.py" + (" --test`" if test else "`")
     text = [
         head("Rivals that count, on Online Retail II", date=today(), command=command).rstrip(),
         "",
-        f"NDCG@{K} of the {which} of {len(customers.held)} customers. `new`: of the items that are new to the customer.",
+        f"NDCG@{K} of the {which} of {len(customers.held)} customers; `new`: of items that are new to the customer.",
         "Settings were chosen on the basket before the last, by `all`, one after the other, from the script's grids.",
-        *([] if given.test else ["The figures are of that same basket, so they flatter what has more settings."]),
+        *([] if test else ["The figures are of that same basket, so they flatter what has more settings."]),
         "The last columns are differences from TIFU-kNN, customer by customer, with 95 % bootstrap intervals.",
         "Names and settings are those of `evaluate.ranking.baselines`; `{}`: the defaults.",
         "",

@@ -17,7 +17,7 @@ from scipy import sparse
 
 from ptf.config import ConfigError
 from ptf.events.neighbours import Scores, taiw, tifu_knn, tifu_knn_time, up_cf
-from ptf.events.purchases import Purchases
+from ptf.events.purchases import Purchases, Sparse
 from ptf.events.serialize import DAY
 
 KEY = "evaluate.ranking.baselines"
@@ -58,7 +58,7 @@ def item_knn(train: Purchases) -> Scores:
     """Score by the sum of cosines with the user's items; an item's vector says which users had it."""
     both, size = (train.had.T @ train.had).tocoo(), np.sqrt(_users(train))
     cosines = np.where(both.row == both.col, 0, both.data / (size[both.row] * size[both.col]))
-    near = sparse.csr_matrix((cosines, (both.row, both.col)), both.shape)
+    near: Sparse = sparse.csr_matrix((cosines, (both.row, both.col)), both.shape)
     return lambda asked: (asked.had @ near).toarray()
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import numpy as np
 from scipy import sparse
 
-from ptf.events.purchases import Purchases
+from ptf.events.purchases import Purchases, Sparse
 from ptf.events.serialize import DAY
 
 Scores = Callable[[Purchases], np.ndarray]  # purchases of users → a score of every item, [users, items]
-Vectors = Callable[[Purchases], sparse.csr_matrix]  # → a vector of each user, [users, items]
+Vectors = Callable[[Purchases], Sparse]  # → a vector of each user, [users, items]
 ROUNDS = 30  # of expectation maximisation
 
 
@@ -21,7 +21,7 @@ def up_cf(train: Purchases, *, recency: int = 10, alpha: float = 0.75, locality:
     the exponent of the size of the scored user's set. The user's own profile counts too, if it is one of them.
     """
 
-    def profiles(purchases: Purchases) -> sparse.csr_matrix:
+    def profiles(purchases: Purchases) -> Sparse:
         share = 1 / np.minimum(recency, purchases.baskets)[purchases.user]
         found = purchases.matrix(np.where(purchases.age < recency, share, 0))
         found.eliminate_zeros()
@@ -33,7 +33,7 @@ def up_cf(train: Purchases, *, recency: int = 10, alpha: float = 0.75, locality:
         own = profiles(asked)
         both = (own.sign() @ others.sign().T).tocoo()
         sizes = own.getnnz(1)[both.row] ** alpha * others.getnnz(1)[both.col] ** (1 - alpha)
-        near = sparse.csr_matrix(((both.data / sizes) ** locality, (both.row, both.col)), both.shape)
+        near: Sparse = sparse.csr_matrix(((both.data / sizes) ** locality, (both.row, both.col)), both.shape)
         return (near @ others).toarray()
 
     return scores
@@ -56,7 +56,7 @@ def tifu_knn(
     vector, and 1 − `own_weight` times the mean of the `neighbours` nearest vectors, by Euclidean distance.
     """
 
-    def vectors(purchases: Purchases) -> sparse.csr_matrix:
+    def vectors(purchases: Purchases) -> Sparse:
         baskets, age = purchases.baskets[purchases.user], purchases.age
         number = np.minimum(baskets, groups)
         size, larger = np.divmod(baskets, number)  # `larger` groups, the newest, have a basket more
@@ -84,7 +84,7 @@ def tifu_knn_time(
     request is known, neighbours are as they were at the beginning of its day (UTC).
     """
 
-    def vectors(purchases: Purchases) -> sparse.csr_matrix:
+    def vectors(purchases: Purchases) -> Sparse:
         group, within = np.divmod(purchases.days, group_days)
         baskets, place = np.unique([purchases.user, group, purchases.basket], axis=1, return_inverse=True)
         groups, of_basket, size = np.unique(baskets[:2], axis=1, return_inverse=True, return_counts=True)
@@ -117,7 +117,7 @@ def taiw(
     share = (repeated + prior * len(of) / len(item)) / np.maximum(bought + prior, 1)
     base = popularity * np.asarray(train.had.mean(0)).ravel()
 
-    def vectors(purchases: Purchases) -> sparse.csr_matrix:
+    def vectors(purchases: Purchases) -> Sparse:
         density = np.add(*_parts(purchases.days, densities[:, purchases.item]))
         return purchases.matrix(share[purchases.item] * density)
 
@@ -172,7 +172,7 @@ def _with_neighbours(
             real = np.isfinite(np.take_along_axis(distances, nearest, 1))
             shares = (real / np.maximum(real.sum(1, keepdims=True), 1)).ravel()
             cells = (np.repeat(np.arange(len(rows)), k), nearest.ravel())
-            mean = sparse.csr_matrix((shares, cells), (len(rows), len(train.users))) @ others
+            mean: Sparse = sparse.csr_matrix((shares, cells), (len(rows), len(train.users))) @ others
             found[rows] = (own_weight * own + (1 - own_weight) * mean).toarray()
         return found
 

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from scipy import sparse
 
 from ptf.events.histories import History
 from ptf.events.serialize import DAY
+
+Sparse = Any  # a csr_matrix, whose type stubs lack products and signs
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,11 @@ class Purchases:
         return np.maximum(self.at[self.user] - self.time, 0) / DAY
 
     @cached_property
-    def had(self) -> sparse.csr_matrix:
+    def had(self) -> Sparse:
         """1 for each item that a user had, [users, items]."""
         return self.matrix(np.ones(len(self.user))).sign()
 
-    def matrix(self, weights: np.ndarray) -> sparse.csr_matrix:
+    def matrix(self, weights: np.ndarray) -> Sparse:
         """Return the sums of the weights of purchases, [users, items]."""
         return sparse.csr_matrix((weights, (self.user, self.item)), (len(self.users), self.items))
 

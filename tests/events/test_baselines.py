@@ -59,7 +59,7 @@ def scores(name: str, train: Any, asked: Any = None, now: Any = None, **changed:
     return fit(name, SMALL.get(name, {}) | changed, Purchases.of(train, ITEMS))(Purchases.of(asked, ITEMS, now))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(users, st.randoms())
 def test_the_order_inside_a_basket_has_no_meaning(raw: Any, random: Any) -> None:
     turned = [[(days, random.sample(sorted(items), len(items))) for days, items in history] for history in raw]
@@ -89,7 +89,7 @@ def test_ease_is_the_ridge_regression_of_each_item_on_the_others() -> None:
     assert not np.allclose(found, scores("ease", train, single, l2=30.0), atol=1e-3)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(users)
 def test_tifu_of_the_user_alone_is_decayed_frequency(raw: Any) -> None:
     train = made(raw)
@@ -259,12 +259,12 @@ def test_baselines_are_ranked_for_the_users_that_the_model_is_ranked_for(tmp_pat
     key = "baseline/popularity/all/revenue_recall@5/next"
     assert valued[key] > found[key]
 
-    stranger = Prompt(np.zeros(1, np.int32), prompts["next"][0].row | {"user": "nobody"}, "next", 0)
-    shorter = Prompt(np.zeros(1, np.int32), prompts["next"][0].row | {"history": ["item0"]}, "next", 0)
+    stranger = Prompt(np.zeros(1, np.int32), {**prompts["next"][0].row, "user": "nobody"}, "next", 0)
+    shorter = Prompt(np.zeros(1, np.int32), {**prompts["next"][0].row, "history": ["item0"]}, "next", 0)
     for wrong in (stranger, shorter):
         with pytest.raises(UserError, match=r"histories\.jsonl has another history of user"):
             rank_baselines(section, {"next": [wrong]}, tmp_path / "wrong")
-    timed = [Prompt(p.tokens, p.row | {"now": 1e9 - 1e5 * i}, "next", i) for i, p in enumerate(prompts["next"])]
+    timed = [Prompt(p.tokens, {**p.row, "now": 1e9 - 1e5 * i}, "next", i) for i, p in enumerate(prompts["next"])]
     assert rank_baselines(section, {"next": timed}, tmp_path / "timed") == found, "the order of requests matters not"
     (tmp_path / "histories.jsonl").unlink()
     with pytest.raises(UserError, match=r"there is no .*histories\.jsonl, .*; prepare the data again"):
