@@ -18,30 +18,28 @@ from flow_runs import results_page
 from pages import head, table, today
 
 from ptf.events.baselines import BASELINES, fit, standardised
-from ptf.events.histories import read, split
-from ptf.events.histories import table as events_table
-from ptf.events.prepare import catalogue_rows
+from ptf.events.prepare import read_events
 from ptf.events.purchases import Purchases
 from ptf.events.ranking_metrics import interval
-from ptf.tasks.online_retail import files
+from ptf.tasks.shops import source
 
 RESULTS, CHOSEN, K = results_page("events_rivals.md"), results_page("events_rivals.json"), 10
 BATCH = 512  # customers that are scored at once
-NEIGHBOURS = {"neighbours": (50, 100, 200, 400), "own_weight": (0.2, 0.3, 0.5, 0.7)}
+NEIGHBOURS = {"neighbours": (12, 25, 50, 100, 200), "own_weight": (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)}
 GRIDS: dict[str, dict[str, tuple]] = {
     "popularity": {"days": (0.0, 14.0, 30.0, 60.0, 90.0)},
     "personal_frequency": {},
     "recency": {},
     "decayed_frequency": {
         "decay": (0.75, 0.8, 0.85, 0.9, 0.95),
-        "popularity": (0.03, 0.1, 0.3, 1.0),
+        "popularity": (0.1, 0.3, 1.0, 3.0, 10.0),
         "half_life": (0.0, 30.0, 60.0, 120.0, 240.0),
     },
     "item_knn": {},
     "up_cf": {"recency": (5, 10, 20), "alpha": (0.25, 0.5, 0.75), "locality": (2.0, 5.0, 10.0)},
     "tifu_knn": {
         **NEIGHBOURS,
-        "groups": (1, 3, 7, 20),
+        "groups": (1, 2, 4, 7, 20),
         "within_decay": (0.8, 0.9, 1.0),
         "group_decay": (0.6, 0.7, 0.8, 0.9),
     },
@@ -49,10 +47,10 @@ GRIDS: dict[str, dict[str, tuple]] = {
         **NEIGHBOURS,
         "group_days": (15.0, 30.0, 60.0, 120.0),
         "within_decay": (0.99, 0.995, 1.0),
-        "group_decay": (0.6, 0.7, 0.8, 0.9),
+        "group_decay": (0.3, 0.45, 0.6, 0.7, 0.8, 0.9),
     },
     "taiw": {**NEIGHBOURS, "prior": (5.0, 20.0, 100.0), "popularity": (1e-4, 1e-3, 1e-2)},
-    "ease": {"l2": (50.0, 150.0, 400.0), "decay": (0.5, 0.7, 0.9)},
+    "ease": {"l2": (12.0, 25.0, 50.0, 150.0, 400.0), "decay": (0.5, 0.7, 0.9, 1.0)},
 }
 MIXED = {"up_cf": (0.1, 0.3, 1.0), "ease": (0.1, 0.3, 0.6)}  # weights beside TIFU-kNN with weight 1
 Users = dict[str, np.ndarray]  # task → NDCG of each customer, NaN where there is nothing to find
@@ -62,10 +60,7 @@ class Customers:
     """What may be trained on, and the baskets that are held out."""
 
     def __init__(self, hold_out: str) -> None:
-        events, listed = files(None)
-        facts = catalogue_rows(str(listed), {"value": "median_price"})
-        by_user = read(events_table(str(events)), {"user": "customer", "time": "unix_ts"}, facts).by_user
-        every = {user: split(history, hold_out) for user, history in by_user.items()}
+        facts, every, _ = read_events(**source("online_retail"), hold_out=hold_out)
         self.items, place = list(facts), {item: i for i, item in enumerate(facts)}
         self.train = Purchases.of([(user, s.before) for user, s in every.items() if s.before], self.items)
         self.held = [(user, s.before) for user, s in every.items() if s.before and s.future]

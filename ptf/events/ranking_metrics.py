@@ -55,17 +55,6 @@ def coverage(lists: Sequence[Sequence[int]], items: int) -> float:
     return len({item for ranked in lists for item in ranked}) / items
 
 
-def with_value(scores: np.ndarray, values: np.ndarray, weight: float) -> np.ndarray:
-    """Return log-probs [.., items] + weight · log(values [items]), by which likely and valuable items rank high.
-
-    With weight 0 they are the log-probs. An item of value 0 has −inf for any other weight.
-    """
-    if not weight:
-        return scores
-    with np.errstate(divide="ignore"):
-        return scores + weight * np.log(values)
-
-
 def interval(
     differences: np.ndarray, *, draws: int = 10_000, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float, float]:
