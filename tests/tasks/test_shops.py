@@ -34,6 +34,8 @@ def test_the_columns_of_a_shop_are_told_to_the_preparation_of_events(tmp_path, m
 @pytest.mark.parametrize("shop", shops.SHOPS)
 def test_the_files_of_a_shop_have_the_columns_that_are_told(shared, shop):
     """Where the data are: the first rows of both files can be read."""
+    if not [*(shared / "events").glob(f"{shop}*_events.csv.gz")]:
+        pytest.skip(f"needs events of {shop} in the real data: `make data`, or point PTF_DATA at it")
     told = shops.source(shop, str(shared))
     for kind, names in (("events", ("user", "time", "item")), ("items", ("item", "value", "description"))):
         columns = told.get("columns" if kind == "events" else "item_columns", {})
