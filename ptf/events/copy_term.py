@@ -4,12 +4,11 @@
 
 Here e is the score of the head without it, c is a small network of the item's features (ptf.events.own_items), and
 `again`, `gate` and `share` are learned. `share` is how much of e counts on own items, whose order the embeddings would
-otherwise disturb.
+otherwise disturb. An item that the basket has already is no own item.
 """
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,13 +57,3 @@ class CopyTerm(nn.Module):
 def wide(x: Tensor) -> Tensor:
     """Return a tensor in fp32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def spread(ends: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for states whose own items are those of position `which` (−1: none), the pairs: the index of the state
-    and the index of the own item, both [pairs]."""
-    begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-    counts = np.where(which >= 0, (ends - begins)[which], 0) if len(ends) else np.zeros(len(which), np.int64)
-    states = np.repeat(np.arange(len(which)), counts)
-    own = np.arange(len(states)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return states, own + np.repeat(begins[which], counts) if len(ends) else own

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from ptf.data.baskets import BASKETS
 from ptf.data.encode import VALUE
 from ptf.errors import UserError
-from ptf.events.copy_term import CopyTerm, OwnPairs, spread, wide
-from ptf.events.own_items import EventTokens, OwnItems, baskets_of, joined, own_items
+from ptf.events.copy_term import CopyTerm, OwnPairs, wide
+from ptf.events.own_items import EventTokens, OwnItems, baskets_of, joined, own_after, own_items
 from ptf.model.chunked import CHUNK_BYTES, cross_entropy
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
@@ -119,17 +119,10 @@ class NextItem(nn.Module):
             return wide(self.items(x))
         assert contexts is not None
         assert len(contexts) == len(x)
-        newest = [baskets_of(tokens, self.meaning).of[-1:] for tokens in contexts]
-        own = joined([own_items(t, self.meaning, of[of >= 0]) for t, of in zip(contexts, newest, strict=True)])
-        opened = np.concatenate([of >= 0 for of in newest])
-        return self._copied(x, self._pairs(own, np.where(opened, opened.cumsum() - 1, -1)))[0]
-
-    def _pairs(self, own: OwnItems, which: np.ndarray) -> OwnPairs:
-        """Return the pairs of states whose own items are those of position `which` (−1: none)."""
-        assert self.copy is not None
-        items, base = self.copy.base(own)
-        states, place = (torch.from_numpy(index).to(base.device) for index in spread(own.ends, which))
-        return OwnPairs(states, items[place], base[place])
+        own = [own_after(tokens, self.meaning) for tokens in contexts]
+        items, base = self.copy.base(joined(own))
+        states = torch.from_numpy(np.repeat(np.arange(len(own)), [len(one.items) for one in own]))
+        return self._copied(x, OwnPairs(states.to(x.device), items, base))[0]
 
     def _copied(self, x: Tensor, pairs: OwnPairs) -> tuple[Tensor, Tensor]:
         """Return the scores of x [N, D] with the copy term, [N, items + 1], and what each pair gained, [pairs]."""
@@ -157,23 +150,23 @@ class NextItem(nn.Module):
     def _copying_loss(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int | None) -> Tensor:
         """Return the cross-entropy with the copy term, in chunks that are computed again in the backward pass."""
         assert self.copy is not None
-        own = own_of_batch(batch, self.meaning)
+        trained = batch.trained_positions
+        own = own_of_batch(batch, trained.cpu().numpy(), self.meaning)
         items, base = self.copy.base(own.items)
         here = torch.arange(classes.numel(), device=x.device)
         ends = ends_of_rests(batch) if self.set_wise else here + 1
         wanted = mean_over(weight[classes].flatten(0, 1), ends)
         drawn = None if sampled is None else self._drawn(batch, sampled)
-        states, place = spread(own.items.ends, own.which)
         width = self.end if sampled is None else sampled + weight.shape[1]
         size = max(1, CHUNK_BYTES // (4 * width))
-        bounds = np.searchsorted(states, np.arange(0, len(own.which) + size + 1, size))  # of each chunk's pairs
+        bounds = np.searchsorted(own.states, np.arange(0, len(trained) + size + 1, size))  # of each chunk's pairs
         total = wide(x.new_zeros(()))
-        for chunk, at in enumerate(batch.trained_positions.split(size)):
+        for chunk, at in enumerate(trained.split(size)):
             pairs = slice(bounds[chunk], bounds[chunk + 1])
             index, owned, bought = (
-                torch.from_numpy(part).to(x.device)
-                for part in (states[pairs] - chunk * size, place[pairs], own.bought[place[pairs]])
+                torch.from_numpy(part[pairs]).to(x.device) for part in (own.states, own.place, own.bought)
             )
+            index = index - chunk * size
             # an own item that the rest of the basket has is one of the `ends - at` that are wanted
             share = ((bought > at[index]) & (bought <= ends[at][index])) / (ends - here)[at][index]
             total = total + checkpoint(
@@ -311,18 +304,17 @@ def mean_over(rows: Tensor, ends: Tensor) -> Tensor:
 
 
 class OwnOfBatch(NamedTuple):
-    """The own items of the trained positions of a batch."""
+    """The own items of the trained positions of a batch: a pair for each position and item, by position."""
 
-    items: OwnItems  # at the baskets that the positions are in
-    which: np.ndarray  # [trained] int64: the position of `items` for each trained one, −1 if it is in no basket
-    bought: np.ndarray  # [own] int64: the index in [B · T] of the token of this item in that basket, −1 if it has none
+    items: OwnItems  # at the openings of the baskets that the positions are in
+    states: np.ndarray  # [pairs] int64: which of the trained positions
+    place: np.ndarray  # [pairs] int64: which of the own items
+    bought: np.ndarray  # [pairs] int64: the index in [B · T] of the item's token in that basket, −1 if it has none
 
 
-def own_of_batch(batch: Any, meaning: EventTokens) -> OwnOfBatch:
-    """Return the own items of the trained positions of a batch."""
-    tokens, segments, trained = (
-        t.flatten().cpu().numpy() for t in (batch.tokens, batch.segments, batch.trained_positions)
-    )
+def own_of_batch(batch: Any, trained: np.ndarray, meaning: EventTokens) -> OwnOfBatch:
+    """Return the own items of the trained positions of a batch, without those that their basket has already."""
+    tokens, segments = (t.flatten().cpu().numpy() for t in (batch.tokens, batch.segments))
     bounds = np.flatnonzero(np.diff(segments, prepend=-2, append=-2))
     parts, which, bought, known = list[OwnItems](), [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
     for first, last in itertools.pairwise(bounds):
@@ -337,7 +329,20 @@ def own_of_batch(batch: Any, meaning: EventTokens) -> OwnOfBatch:
         bought.append(_bought(document, meaning, of, wanted, own, int(first)))
         known += len(wanted)
         parts.append(own)
-    return OwnOfBatch(joined(parts), np.concatenate(which), np.concatenate(bought))
+    items = joined(parts)
+    states, place = _pairs(items.ends, np.concatenate(which))
+    when = np.concatenate(bought)[place]
+    left = (when < 0) | (when > trained[states])
+    return OwnOfBatch(items, states[left], place[left], when[left])
+
+
+def _pairs(ends: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return for states whose own items are those of position `which` (−1: none) the pairs: the index of the state and
+    the index of the own item, both [pairs]."""
+    starts, ends = np.append(np.concatenate([[0], ends[:-1]]), 0), np.append(ends, 0)  # [-1]: none
+    counts = (ends - starts)[which]
+    states = np.repeat(np.arange(len(which)), counts)
+    return states, np.arange(len(states)) + np.repeat(starts[which] - np.cumsum(counts) + counts, counts)
 
 
 def _bought(
@@ -346,14 +351,11 @@ def _bought(
     """Return for each own item the index of its token in the basket that was opened, or −1, [own]."""
     most = len(meaning.item) + 1
     tokens = np.flatnonzero(meaning.item[document] >= 0)
-    keys = of[tokens] * most + meaning.item[document[tokens]]
+    keys = np.append(of[tokens] * most + meaning.item[document[tokens]], -2 * most)
     order = np.argsort(keys, kind="stable")
     sought = np.repeat(wanted, np.diff(own.ends, prepend=0)) * most + own.items
-    place = np.minimum(np.searchsorted(keys[order], sought), max(len(keys) - 1, 0))
-    if not len(keys):
-        return np.zeros(0, np.int64)
-    found = keys[order][place] == sought
-    return np.where(found, first + tokens[order][place], -1)
+    place = order[np.minimum(np.searchsorted(keys[order], sought), len(keys) - 1)]
+    return np.where(keys[place] == sought, first + np.append(tokens, -1)[place], -1)
 
 
 def _logsumexp(values: Tensor, states: Tensor, count: int) -> Tensor:

@@ -87,6 +87,18 @@ def own_items(tokens: np.ndarray, meaning: EventTokens, wanted: np.ndarray) -> O
     return _features(has, at, known, clock[wanted], items)
 
 
+def own_after(tokens: np.ndarray, meaning: EventTokens) -> OwnItems:
+    """Return the own items after a history, at its newest opening; without any, at no position.
+
+    They are without those that the basket has already, which it will not have again.
+    """
+    number = baskets_of(tokens, meaning).of
+    newest = number[-1:][number[-1:] >= 0]
+    own = own_items(tokens, meaning, newest)
+    left = ~np.isin(own.items, meaning.item[tokens[number == number[-1]]])
+    return OwnItems(np.full(len(newest), left.sum()), own.items[left], own.features[left])
+
+
 def _features(has: np.ndarray, at: np.ndarray, known: np.ndarray, now: np.ndarray, items: np.ndarray) -> OwnItems:
     """Return the own items after the first `known` baskets, at the times `now`; baskets are rows of `has`, [baskets,
     items], at the times `at`."""

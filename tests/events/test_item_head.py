@@ -17,7 +17,7 @@ from ptf.data.document import Document
 from ptf.data.encode import VALUE
 from ptf.errors import UserError
 from ptf.events.item_head import NextItem, basket_starts
-from ptf.events.own_items import baskets_of, own_items
+from ptf.events.own_items import own_after
 from ptf.model.config import DecoderConfig, Layer, Rope
 from ptf.model.layers import LayerFactory
 from ptf.model.lora import Lora
@@ -67,7 +67,7 @@ def copied(of: NextItem, x: Tensor, scores: Tensor, context: np.ndarray) -> Tens
     assert of.copy is not None
     term = of.copy
     hidden, out, gate = (layer.weight.double() for layer in (term.hidden, term.out, term.gate))
-    own = own_items(context, of.meaning, baskets_of(context, of.meaning).of[-1:])
+    own = own_after(context, of.meaning)
     gains = torch.zeros_like(scores)
     for item, features in zip(own.items, torch.from_numpy(own.features).double(), strict=True):
         c = out[0] @ F.gelu(hidden @ features + term.hidden.bias.double())  # type: ignore[union-attr]

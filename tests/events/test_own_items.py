@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.events.own_items import FEATURES, EventTokens, baskets_of, joined, own_items
+from ptf.events.own_items import FEATURES, EventTokens, baskets_of, joined, own_after, own_items
 
 ITEMS, GAPS = 6, (0.5, 1.5, 3.0, 6.0)
 # tokens: 0 start, 1 … 4 gaps, 5 … 10 items
@@ -83,8 +83,13 @@ def test_one_opening_has_what_all_have_there(history) -> None:
     assert own_items(tokens, MEANING, openings[:0]).ends.tolist() == []
 
 
-def test_a_basket_that_has_begun_is_not_owned() -> None:
+def test_a_basket_that_has_begun_is_not_owned_and_what_it_has_no_longer() -> None:
     tokens = np.array([0, 5, 6, 2, 5, 7], np.int32)  # the second basket has begun
     own = own_items(tokens, MEANING, baskets_of(tokens, MEANING).of[-1:])
     assert own.items.tolist() == [0, 1]
     np.testing.assert_array_equal(own.features, own_items(tokens[:4], MEANING, np.array([1])).features)
+    left = own_after(tokens, MEANING)
+    assert (left.items.tolist(), left.ends.tolist()) == ([1], [1])
+    np.testing.assert_array_equal(left.features, own.features[1:])
+    assert own_after(tokens[:4], MEANING).items.tolist() == [0, 1]
+    assert own_after(tokens[1:3], MEANING).ends.tolist() == [], "no basket was opened"
