@@ -316,7 +316,7 @@ def own_of_batch(batch: Any, trained: np.ndarray, meaning: EventTokens) -> OwnOf
     """Return the own items of the trained positions of a batch, without those that their basket has already."""
     tokens, segments = (t.flatten().cpu().numpy() for t in (batch.tokens, batch.segments))
     bounds = np.flatnonzero(np.diff(segments, prepend=-2, append=-2))
-    parts, which, bought, known = list[OwnItems](), [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    parts, which, bought, known = list[OwnItems](), [np.zeros(0, np.int64)], list[int](), 0
     for first, last in itertools.pairwise(bounds):
         at = trained[np.searchsorted(trained, first) : np.searchsorted(trained, last)] - first
         if not len(at):
@@ -326,12 +326,16 @@ def own_of_batch(batch: Any, trained: np.ndarray, meaning: EventTokens) -> OwnOf
         wanted = np.unique(of[at][of[at] >= 0])
         own = own_items(document, meaning, wanted)
         which.append(np.where(of[at] >= 0, known + np.searchsorted(wanted, of[at]), -1))
-        bought.append(_bought(document, meaning, of, wanted, own, int(first)))
+        opened = np.repeat(wanted, np.diff(own.ends, prepend=0))  # of each own item
+        at_token = {
+            pair: first + n for n, pair in enumerate(zip(of.tolist(), meaning.item[document].tolist(), strict=True))
+        }
+        bought += [at_token.get(pair, -1) for pair in zip(opened.tolist(), own.items.tolist(), strict=True)]
         known += len(wanted)
         parts.append(own)
     items = joined(parts)
     states, place = _pairs(items.ends, np.concatenate(which))
-    when = np.concatenate(bought)[place]
+    when = np.array(bought, np.int64)[place]
     left = (when < 0) | (when > trained[states])
     return OwnOfBatch(items, states[left], place[left], when[left])
 
@@ -343,19 +347,6 @@ def _pairs(ends: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     counts = (ends - starts)[which]
     states = np.repeat(np.arange(len(which)), counts)
     return states, np.arange(len(states)) + np.repeat(starts[which] - np.cumsum(counts) + counts, counts)
-
-
-def _bought(
-    document: np.ndarray, meaning: EventTokens, of: np.ndarray, wanted: np.ndarray, own: OwnItems, first: int
-) -> np.ndarray:
-    """Return for each own item the index of its token in the basket that was opened, or −1, [own]."""
-    most = len(meaning.item) + 1
-    tokens = np.flatnonzero(meaning.item[document] >= 0)
-    keys = np.append(of[tokens] * most + meaning.item[document[tokens]], -2 * most)
-    order = np.argsort(keys, kind="stable")
-    sought = np.repeat(wanted, np.diff(own.ends, prepend=0)) * most + own.items
-    place = order[np.minimum(np.searchsorted(keys[order], sought), len(keys) - 1)]
-    return np.where(keys[place] == sought, first + np.append(tokens, -1)[place], -1)
 
 
 def _logsumexp(values: Tensor, states: Tensor, count: int) -> Tensor:
