@@ -67,7 +67,7 @@ class Comparison:
     @property
     def is_worse(self) -> bool:
         """Whether the upper end of the interval of the improvement is below `-allowed`."""
-        return self.high < -self.allowed
+        return not self.high >= -self.allowed  # also if it is no number
 
     def describe(self) -> str:
         """Return both values, the interval and the verdict."""
@@ -132,19 +132,14 @@ def check_evaluation(job: Job) -> None:
                 f"publish.{key}: the evaluation will have no {name!r}; it will have {', '.join(known) or 'nothing'}"
             )
     for name in job.publish.guards:
-        if not name.startswith(BASELINE) and (why := _unmeasured_start(job, name)):
+        why = "" if job.publish.measures_start else f"publish.gate: {job.publish.gate} does not measure it"
+        if job.model.init != "pretrained" and name.startswith(tuple(f"{task}/" for task in TASKS)):
+            why = "random weights are not ranked (model.init)"
+        if why and not name.startswith(BASELINE):
             raise ConfigError(
                 f"publish.guards: {name} cannot be compared with the starting model: {why}; remove it, or compare with "
                 "one of evaluate.ranking.baselines: baseline/NAME/…"
             )
-
-
-def _unmeasured_start(job: Job, metric: str) -> str:
-    """Return why a metric is not measured on the model that training started from; nothing if it is."""
-    if not job.publish.measures_start:
-        return f"publish.gate: {job.publish.gate} does not measure it"
-    is_ranked = metric.startswith(tuple(f"{task}/" for task in TASKS))
-    return "random weights are not ranked (model.init)" if is_ranked and job.model.init != "pretrained" else ""
 
 
 def comparisons(job: Job, run: Path, metrics: Mapping[str, float]) -> list[Comparison]:
@@ -188,8 +183,7 @@ def unmeasured(job: Job, metrics: Mapping[str, float]) -> list[str]:
     # random weights are not ranked
     both = [n for n in names if job.model.init == "pretrained" or not n.startswith("all/")]
     wanted = [*names, *(START + name for name in both if job.publish.measures_start)]
-    for guard in job.publish.guards:
-        wanted += _sides(guard)
+    wanted += [side for guard in job.publish.guards for side in _sides(guard)]
     return [name for name in dict.fromkeys(wanted) if name not in metrics]
 
 

@@ -33,13 +33,17 @@ def rank_baselines(
     for name, settings in section.baselines.items():
         fitted = fit(name, settings, train)
 
-        def score(prompts: Sequence[Prompt], fitted=fitted) -> Iterator[tuple[int, np.ndarray]]:
+        def score(prompts: Sequence[Prompt], fitted=fitted, name=name) -> Iterator[tuple[int, np.ndarray]]:
             order = sorted(range(len(prompts)), key=lambda i: prompts[i].row.get("now") or 0.0)  # a day's together
             for start in range(0, len(prompts), BATCH):
                 numbers = order[start : start + BATCH]
                 rows = [prompts[i].row for i in numbers]
                 asked = [(row["user"], _history(known, row)) for row in rows]
                 scores = fitted(Purchases.of(asked, names, [row.get("now") for row in rows]))
+                if np.isnan(scores).any():
+                    raise UserError(
+                        f"evaluate.ranking.baselines.{name}: these settings give scores that are no numbers"
+                    )
                 with np.errstate(divide="ignore"):
                     yield from zip(numbers, np.log(scores) if section.value_weight else scores, strict=True)
 

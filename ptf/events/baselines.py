@@ -22,6 +22,7 @@ from ptf.events.serialize import DAY
 
 KEY = "evaluate.ranking.baselines"
 LARGEST = 20_000  # items: EASE inverts a matrix of all pairs, then of 3.2 GB
+POSITIVE = ("group_days", "l2")  # settings that 0 would break
 SIGNED = ("ease", "mix")  # have scores below 0, which have no logarithm
 MIXED = MappingProxyType({"tifu_knn": {"weight": 1.0}, "up_cf": {"weight": 0.3}, "ease": {"weight": 0.3}})
 
@@ -119,8 +120,12 @@ def check(name: str, settings: Mapping[str, Any]) -> None:
         if kind in (int, float) and not (type(value) in (int, kind) and int(kind is int) <= value < math.inf):
             what = "a whole number of at least 1" if kind is int else "a number of at least 0"
             raise ConfigError(f"{where} must be {what}, not {value!r}")
-        for other, one in value.items() if isinstance(value, Mapping) else ():
-            if other == "mix" or type(one.get("weight")) not in (int, float):
+        if (key in POSITIVE and value == 0) or (key == "own_weight" and value > 1):
+            raise ConfigError(f"{where} must be {'above 0' if key in POSITIVE else 'at most 1'}, not {value!r}")
+        if key == "of" and not (value and isinstance(value, Mapping)):
+            raise ConfigError(f"{where} must give other baselines by name, each with a `weight`, not {value!r}")
+        for other, one in value.items() if key == "of" else ():
+            if other == "mix" or not isinstance(one, Mapping) or type(one.get("weight")) not in (int, float):
                 raise ConfigError(f"{where} must give each of the other baselines a `weight`, not {other}: {one}")
             check(other, _settings(one))
 

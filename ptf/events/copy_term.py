@@ -32,7 +32,7 @@ class CopyTerm(nn.Module):
 
     def __init__(self, width: int, items: int, factory: LayerFactory, path: str) -> None:
         super().__init__()
-        self.hidden = factory.linear(f"{path}.hidden", len(FEATURES), WIDTH, bias=True)
+        self.hidden = factory.linear(f"{path}.hidden", FEATURES, WIDTH, bias=True)
         self.out = factory.linear(f"{path}.out", WIDTH, 1)
         self.gate = factory.linear(f"{path}.gate", width, 1, bias=True)
         self.again = nn.Parameter(torch.zeros(items))

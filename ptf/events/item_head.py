@@ -11,7 +11,7 @@ predict numbers, such as the value, of the next basket.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from ptf.data.baskets import BASKETS
 from ptf.data.encode import VALUE
 from ptf.errors import UserError
 from ptf.events.copy_term import CopyTerm, OwnPairs, wide
-from ptf.events.own_items import EventTokens, OwnItems, baskets_of, joined, own_after, own_items
-from ptf.model.chunked import CHUNK_BYTES, cross_entropy
+from ptf.events.own_items import EventTokens, OwnItems, joined, openings, own_after, own_items
+from ptf.model.chunked import CHUNK_BYTES, CUDA_CHUNK_BYTES, cross_entropy
 from ptf.model.config import DecoderConfig
 from ptf.model.head import Head
 from ptf.model.layers import LayerFactory
@@ -57,17 +57,20 @@ class NextItem(nn.Module):
         super().__init__()
         try:
             with safe_open(items, "pt") as stored:
-                ids, rows, gaps, now = (stored.get_tensor(name) for name in ("ids", "rows", "gaps", "request_time"))
+                ids, rows = stored.get_tensor("ids"), stored.get_tensor("rows")
+                gaps = stored.get_tensor("gaps") if copy else torch.zeros(0, 2, device="cpu")
+                request_time = copy and bool(stored.get_tensor("request_time"))
         except (OSError, SafetensorError) as error:
             raise UserError(
-                f"model.head: {items} is not what ptf.events.prepare writes with `ids: items`: {error}"
+                f"model.head: {items} is not what ptf.events.prepare writes with `ids: items`: {error}; "
+                "prepare the data again"
             ) from None
         if factory.lora is not None and factory.lora.adapts(f"{path}.items"):
             raise UserError(
                 "model.lora.targets: an adapter of head.items has no effect, because the head reads its weights; "
                 "leave it out"
             )
-        if max(int(ids.max()), int(gaps[:, 0].max())) >= config.vocab or rows.shape[1] != config.dim:
+        if int(ids.max()) >= config.vocab or rows.shape[1] != config.dim:
             raise UserError(
                 f"model.head: {items} has rows of width {rows.shape[1]} and tokens up to {int(ids.max())}, but "
                 f"the model has width {config.dim} and a "
@@ -93,7 +96,7 @@ class NextItem(nn.Module):
         item, days = np.full(config.vocab, -1), np.full(config.vocab, -1.0, np.float32)
         item[ids.numpy()] = np.arange(len(ids))
         days[gaps[:, 0].long().numpy()] = gaps[:, 1].numpy()
-        self.meaning = EventTokens(item, days, bool(now))
+        self.meaning = EventTokens(item, days, request_time)
 
     def forward(self, x: Tensor, contexts: Sequence[np.ndarray] | None = None) -> Tensor:
         """Return log-probabilities and predicted numbers, [..., D] → [..., items + 1 + values].
@@ -140,7 +143,10 @@ class NextItem(nn.Module):
         elif sampled is None:
             loss = cross_entropy(x, Head(weight, self.end + 1), classes, batch.loss_weights, batch.trained_positions)
         else:
-            loss = self._sampled_loss(x, weight, classes, batch, sampled)
+            at = batch.trained_positions
+            states, targets = x.flatten(0, 1)[at], classes.flatten()[at]
+            loss = self._sampled_normaliser(states, targets, self._drawn(batch, sampled))
+            loss = ((loss - wide((states * weight[targets]).sum(-1))) * batch.loss_weights.flatten()[at]).sum()
         if self.set_wise and self.copy is None:
             rows = weight[classes]
             rest = mean_over(rows.flatten(0, 1), ends_of_rests(batch)).view_as(rows)
@@ -151,21 +157,22 @@ class NextItem(nn.Module):
         """Return the cross-entropy with the copy term, in chunks that are computed again in the backward pass."""
         assert self.copy is not None
         trained = batch.trained_positions
-        own = own_of_batch(batch, trained.cpu().numpy(), self.meaning)
-        items, base = self.copy.base(own.items)
+        own, *pairs_of = own_of_batch(batch, trained.cpu().numpy(), self.meaning)
+        items, base = self.copy.base(own)
         here = torch.arange(classes.numel(), device=x.device)
         ends = ends_of_rests(batch) if self.set_wise else here + 1
         wanted = mean_over(weight[classes].flatten(0, 1), ends)
         drawn = None if sampled is None else self._drawn(batch, sampled)
-        width = self.end if sampled is None else sampled + weight.shape[1]
-        size = max(1, CHUNK_BYTES // (4 * width))
-        bounds = np.searchsorted(own.states, np.arange(0, len(trained) + size + 1, size))  # of each chunk's pairs
+        width, chunk_bytes = (
+            self.end if drawn is None else len(drawn[0]),
+            CUDA_CHUNK_BYTES if x.is_cuda else CHUNK_BYTES,
+        )
+        size = max(1, chunk_bytes // (4 * (width + weight.shape[1])))
+        bounds = np.searchsorted(pairs_of[0], np.arange(0, len(trained) + size + 1, size))  # of each chunk's pairs
         total = wide(x.new_zeros(()))
         for chunk, at in enumerate(trained.split(size)):
             pairs = slice(bounds[chunk], bounds[chunk + 1])
-            index, owned, bought = (
-                torch.from_numpy(part[pairs]).to(x.device) for part in (own.states, own.place, own.bought)
-            )
+            index, owned, bought = (torch.from_numpy(part[pairs]).to(x.device) for part in pairs_of)
             index = index - chunk * size
             # an own item that the rest of the basket has is one of the `ends - at` that are wanted
             share = ((bought > at[index]) & (bought <= ends[at][index])) / (ends - here)[at][index]
@@ -200,21 +207,10 @@ class NextItem(nn.Module):
             scores = wide((x[pairs.states] * self.items.weight[pairs.items]).sum(-1))
             gains = self.copy(x, scores, pairs)
             targets, drawn = candidates
-            owned = torch.zeros(len(x), self.end + 1, dtype=torch.bool, device=x.device)
-            owned[pairs.states, pairs.items] = True
-            normaliser = torch.logaddexp(
-                self._sampled_normaliser(x, targets, drawn, owned), _logsumexp(scores + gains, pairs.states, len(x))
-            )
+            others = self._sampled_normaliser(x, targets, drawn, pairs)
+            normaliser = torch.logaddexp(others, _logsumexp(scores + gains, pairs.states, len(x)))
         copied = torch.zeros_like(normaliser).index_add(0, pairs.states, gains * share)
         return ((normaliser - wide((x * wanted).sum(-1)) - copied) * weights).sum()
-
-    def _sampled_loss(self, x: Tensor, weight: Tensor, classes: Tensor, batch: Any, sampled: int) -> Tensor:
-        """Return the cross-entropy with a normaliser over the target, the end, and `sampled` random items."""
-        trained = batch.trained_positions
-        x, targets = x.flatten(0, 1)[trained], classes.flatten()[trained]
-        normaliser = self._sampled_normaliser(x, targets, self._drawn(batch, sampled))
-        wanted = wide((x * weight[targets]).sum(-1))
-        return ((normaliser - wanted) * batch.loss_weights.flatten()[trained]).sum()
 
     def _drawn(self, batch: Any, sampled: int) -> tuple[Tensor, Tensor]:
         """Return the candidates of a batch, `sampled` random items and the end, with the corrections of their scores.
@@ -231,17 +227,21 @@ class NextItem(nn.Module):
         return torch.cat([drawn, drawn.new_tensor([self.end])]).to(device), correction.to(device)
 
     def _sampled_normaliser(
-        self, x: Tensor, targets: Tensor, drawn: tuple[Tensor, Tensor], owned: Tensor | None = None
+        self, x: Tensor, targets: Tensor, drawn: tuple[Tensor, Tensor], owned: OwnPairs | None = None
     ) -> Tensor:
-        """Return the log of the normaliser over the targets [N] and the candidates, without those that are `owned`
-        [N, items + 1]: [N]."""
+        """Return the log of the normaliser over the targets [N] and the candidates, without those that are owned:
+        [N]."""
         candidates, correction = drawn
         own = wide((x * self.items.weight[targets]).sum(-1, keepdim=True))
         others = wide(x @ self.items.weight[candidates].t()) + correction
         others = others.masked_fill(candidates == targets[:, None], -torch.inf)
         if owned is not None:
-            own = own.masked_fill(owned.gather(1, targets[:, None]), -torch.inf)
-            others = others.masked_fill(owned[:, candidates], -torch.inf)
+            own = own.index_put((owned.states[owned.items == targets[owned.states]],), own.new_tensor([-torch.inf]))
+            column = targets.new_full((self.end + 1,), len(candidates))  # of an item that is no candidate: one more
+            column[candidates] = torch.arange(len(candidates), device=x.device)
+            mask = torch.zeros(len(x), len(candidates) + 1, dtype=torch.bool, device=x.device)
+            mask[owned.states, column[owned.items]] = True
+            others = others.masked_fill(mask[:, :-1], -torch.inf)
         return torch.cat([own, others], -1).logsumexp(-1)
 
     def _value_loss(self, x: Tensor, batch: Any) -> Tensor:
@@ -303,17 +303,16 @@ def mean_over(rows: Tensor, ends: Tensor) -> Tensor:
     return ((sums[ends] - sums[here]) / (ends - here)[:, None]).to(rows.dtype)
 
 
-class OwnOfBatch(NamedTuple):
-    """The own items of the trained positions of a batch: a pair for each position and item, by position."""
+def own_of_batch(
+    batch: Any, trained: np.ndarray, meaning: EventTokens
+) -> tuple[OwnItems, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the own items at the openings of the baskets of trained positions, and the pairs of position and item.
 
-    items: OwnItems  # at the openings of the baskets that the positions are in
-    states: np.ndarray  # [pairs] int64: which of the trained positions
-    place: np.ndarray  # [pairs] int64: which of the own items
-    bought: np.ndarray  # [pairs] int64: the index in [B · T] of the item's token in that basket, −1 if it has none
-
-
-def own_of_batch(batch: Any, trained: np.ndarray, meaning: EventTokens) -> OwnOfBatch:
-    """Return the own items of the trained positions of a batch, without those that their basket has already."""
+    Of each pair: which of the trained positions, which of the own items, and the index in [B · T] of the item's token
+    in that basket, −1 if it has none; [pairs] int64 each, by position. Items that the basket has already are in none.
+    """
+    if any(batch.prefix_lengths):
+        raise UserError("model.head: copy reads whole histories; set data.share_prefixes: false")
     tokens, segments = (t.flatten().cpu().numpy() for t in (batch.tokens, batch.segments))
     bounds = np.flatnonzero(np.diff(segments, prepend=-2, append=-2))
     parts, which, bought, known = list[OwnItems](), [np.zeros(0, np.int64)], list[int](), 0
@@ -322,14 +321,13 @@ def own_of_batch(batch: Any, trained: np.ndarray, meaning: EventTokens) -> OwnOf
         if not len(at):
             continue
         document = tokens[first:last]
-        of = baskets_of(document, meaning).of
+        of = openings(document, meaning)
         wanted = np.unique(of[at][of[at] >= 0])
         own = own_items(document, meaning, wanted)
         which.append(np.where(of[at] >= 0, known + np.searchsorted(wanted, of[at]), -1))
         opened = np.repeat(wanted, np.diff(own.ends, prepend=0))  # of each own item
-        at_token = {
-            pair: first + n for n, pair in enumerate(zip(of.tolist(), meaning.item[document].tolist(), strict=True))
-        }
+        tokens_of = zip(of.tolist(), meaning.item[document].tolist(), range(first, last), strict=True)
+        at_token = {(basket, item): n for basket, item, n in reversed([*tokens_of])}  # the first of each
         bought += [at_token.get(pair, -1) for pair in zip(opened.tolist(), own.items.tolist(), strict=True)]
         known += len(wanted)
         parts.append(own)
@@ -337,7 +335,7 @@ def own_of_batch(batch: Any, trained: np.ndarray, meaning: EventTokens) -> OwnOf
     states, place = _pairs(items.ends, np.concatenate(which))
     when = np.array(bought, np.int64)[place]
     left = (when < 0) | (when > trained[states])
-    return OwnOfBatch(items, states[left], place[left], when[left])
+    return items, states[left], place[left], when[left]
 
 
 def _pairs(ends: np.ndarray, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

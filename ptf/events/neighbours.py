@@ -86,13 +86,19 @@ def tifu_knn_time(
 
     def vectors(purchases: Purchases) -> Sparse:
         group, within = np.divmod(purchases.days, group_days)
-        baskets, place = np.unique([purchases.user, group, purchases.basket], axis=1, return_inverse=True)
-        groups, of_basket, size = np.unique(baskets[:2], axis=1, return_inverse=True, return_counts=True)
-        number = np.bincount(groups[0].astype(int), minlength=len(purchases.users))[purchases.user]
+        first = _changes(purchases.user, group)  # purchases are ordered by user and basket
+        of = first.cumsum() - 1
+        size = np.bincount(of, _changes(purchases.user, purchases.basket))  # baskets of each group
+        number = np.bincount(purchases.user, first, len(purchases.users))[purchases.user]
         weights = group_decay**group * within_decay**within
-        return purchases.matrix(weights / (size[of_basket.ravel()][place.ravel()] * number))
+        return purchases.matrix(weights / (size[of] * number))
 
     return _with_neighbours(train, vectors, neighbours, own_weight, by_time=True)
+
+
+def _changes(*columns: np.ndarray) -> np.ndarray:
+    """Return whether a row of the columns differs from the one before, [rows]; the first does."""
+    return np.logical_or.reduce([np.diff(column, prepend=np.nan) != 0 for column in columns])
 
 
 def taiw(

@@ -11,22 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# of an own item at the beginning of a basket; all are about between 0 and 3
-FEATURES = (
-    "log of its baskets",
-    "share of the baskets that have it",
-    "log of the baskets since the newest that has it",
-    "in the newest basket",
-    "log of the days since the newest that has it",
-    "mean baskets between two that have it, log",
-    "in one basket only",
-    "days since, as a share of its mean gap, log",
-    "log of the baskets since the first that has it",
-    "log of the days since the first that has it",
-    "log of the number of baskets",
-    "log of the mean size of a basket",
-    "share of items that were own items when they were bought",
-)
+FEATURES = 13  # of an own item, see `_features`
 PRIOR = 10.0  # items, of which 0.4 are repeated, that the share of repeated items begins with
 
 
@@ -47,40 +32,33 @@ class OwnItems(NamedTuple):
     features: np.ndarray  # [own, FEATURES] float32
 
 
-class Baskets(NamedTuple):
-    """The baskets of a history."""
-
-    opens: np.ndarray  # [n] int64: the token before the first of each basket, and before one that has not begun
-    of: np.ndarray  # [tokens] int64: the number of the opening at or before each token, −1 if there is none
+_NONE = np.zeros((0, FEATURES), np.float32)
 
 
-def baskets_of(tokens: np.ndarray, meaning: EventTokens) -> Baskets:
-    """Return where the baskets of a history begin: after each token that is not an item."""
-    breaks = meaning.item[tokens] < 0
-    return Baskets(np.flatnonzero(breaks), np.cumsum(breaks) - 1)
+def openings(tokens: np.ndarray, meaning: EventTokens) -> np.ndarray:
+    """Return the number of the opening at or before each token, [tokens] int64, −1 if there is none. Each token that is
+    not an item opens a basket."""
+    return np.cumsum(meaning.item[tokens] < 0) - 1
 
 
 def own_items(tokens: np.ndarray, meaning: EventTokens, wanted: np.ndarray) -> OwnItems:
-    """Return the own items at the openings `wanted` (ascending numbers, see `Baskets.of`) of a history, [n] int32.
+    """Return the own items at the openings `wanted` (ascending numbers, see `openings`) of a history, [n] int32.
 
     What follows an opening does not change what it has.
     """
-    item, number = meaning.item[tokens], baskets_of(tokens, meaning).of
+    item, number = meaning.item[tokens], openings(tokens, meaning)
     bought = item >= 0
     last = int(wanted.max()) if len(wanted) else -1
     bought &= number < last  # later than all that is asked for
     items, column = np.unique(item[bought], return_inverse=True)
     if not len(items):
-        nothing = np.zeros(0, np.int64)
-        return OwnItems(np.zeros(len(wanted), np.int64), nothing, np.zeros((0, len(FEATURES)), np.float32))
+        return OwnItems(np.zeros(len(wanted), np.int64), np.zeros(0, np.int64), _NONE)
     # one row a basket; a history that was cut has items before its first opening (−1), and two gaps may follow each
     # other
     filled, row = np.unique(number[bought], return_inverse=True)
     has = np.zeros((len(filled), len(items)), np.float32)
     has[row, column] = 1.0
-    breaks = np.flatnonzero(item < 0)
-    gaps = np.maximum(meaning.days[tokens[breaks]], 0.0)
-    clock = np.cumsum(gaps)  # days, at each opening
+    clock = np.cumsum(np.maximum(meaning.days[tokens[item < 0]], 0.0))  # days, at each opening
     known = np.searchsorted(filled, wanted)  # baskets before each opening
     # the time of a basket is in the gap after it, or already in the one before it
     at = np.where(filled < 0, 0.0, clock[filled]) if meaning.request_time else clock[filled + 1]
@@ -92,10 +70,10 @@ def own_after(tokens: np.ndarray, meaning: EventTokens) -> OwnItems:
 
     They are without those that the basket has already, which it will not have again.
     """
-    number = baskets_of(tokens, meaning).of
+    number = openings(tokens, meaning)
     newest = number[-1:][number[-1:] >= 0]
     own = own_items(tokens, meaning, newest)
-    left = ~np.isin(own.items, meaning.item[tokens[number == number[-1]]])
+    left = ~np.isin(own.items, meaning.item[tokens[number == number[-1:]]])
     return OwnItems(np.full(len(newest), left.sum()), own.items[left], own.features[left])
 
 
@@ -115,16 +93,14 @@ def _features(has: np.ndarray, at: np.ndarray, known: np.ndarray, now: np.ndarra
     for j, today in zip(known - 1, now, strict=True):
         own = np.flatnonzero(count[j] > 0) if j >= 0 else np.zeros(0, np.int64)
         ends.append(len(own))
-        if not len(own):
-            continue
         c, a, f = count[j, own], newest[j, own], first[j, own]
         days, first_days = today - at[a], today - at[f]
         between = (a - f) / np.maximum(c - 1, 1)
         days_between = (at[a] - at[f]) / np.maximum(c - 1, 1)
-        columns = [
-            np.log(c),
+        columns = [  # all are about between 0 and 3
+            np.log(c),  # baskets that have it
             c / (j + 1),
-            np.log1p(j - a),
+            np.log1p(j - a),  # baskets since the newest of them
             a == j,
             np.log1p(days) / 3,
             np.log1p(between),
@@ -132,9 +108,9 @@ def _features(has: np.ndarray, at: np.ndarray, known: np.ndarray, now: np.ndarra
             np.where(c > 1, np.log1p(days / np.maximum(days_between, 1)), 0),
             np.log1p(j - f),
             np.log1p(first_days) / 3,
-            np.full(len(own), np.log(j + 1)),
+            np.full(len(own), np.log1p(max(j, 0))),
             np.full(len(own), mean_size[j]),
-            np.full(len(own), repeats[j]),
+            np.full(len(own), repeats[j]),  # share of items that were own items when they were bought
         ]
         which.append(items[own])
         features.append(np.stack(columns, 1, dtype=np.float32, casting="unsafe"))
@@ -143,14 +119,10 @@ def _features(has: np.ndarray, at: np.ndarray, known: np.ndarray, now: np.ndarra
     )
 
 
-_NONE = np.zeros((0, len(FEATURES)), np.float32)
-
-
 def joined(parts: Sequence[OwnItems]) -> OwnItems:
     """Return the own items of several lists of positions, one after the other."""
+    parts = [OwnItems(np.zeros(0, np.int64), np.zeros(0, np.int64), _NONE), *parts]
     before = np.cumsum([0, *(len(part.items) for part in parts)])
-    return OwnItems(
-        np.concatenate([np.zeros(0, np.int64), *(part.ends + n for part, n in zip(parts, before, strict=False))]),
-        np.concatenate([np.zeros(0, np.int64), *(part.items for part in parts)]),
-        np.concatenate([_NONE, *(part.features for part in parts)]),
-    )
+    ends = [part.ends + n for part, n in zip(parts, before, strict=False)]
+    _, items, features = map(np.concatenate, zip(*parts, strict=True))
+    return OwnItems(np.concatenate(ends), items, features)

@@ -32,8 +32,8 @@ def measures(ranked: Sequence[int], wanted: Mapping[int, float], k: int) -> dict
 
 
 def with_value(scores: np.ndarray, values: np.ndarray, weight: float) -> np.ndarray:
-    """Return log-probs [.., items] + weight · log(values [items]); an item of value 0 is last. Without a weight, the
-    log-probs are unchanged."""
+    """Return log-probs [.., items] + weight · log(values [items]); an item of value 0 has −inf. Without a weight,
+    the log-probs are unchanged."""
     with np.errstate(divide="ignore"):
         return scores + weight * np.log(values) if weight else scores
 

@@ -77,11 +77,14 @@ class HistorySerializer:
         A basket of one item that has no basket before it is left out.
         """
         most = max(1, (self.window // 2 - 1) // self.size)  # a basket larger than half a window is split into parts
-        baskets = [
-            replace(basket, items=basket.items[start : start + most])
-            for basket in self.serialize(history)
-            for start in range(0, len(basket.items), most)
-        ]
+        baskets = list[SerializedBasket]()
+        for basket in self.serialize(history):
+            starts = range(0, len(basket.items), most)
+            timed = starts[-1] if self.request_time else 0  # the part whose gap is the basket's
+            gaps = [basket.gap if n == timed else "<gap_0>" for n in starts]
+            baskets += [
+                replace(basket, items=basket.items[n : n + most], gap=gap) for n, gap in zip(starts, gaps, strict=True)
+            ]
         first = 0
         while first < len(baskets):
             context = self._newest(baskets[:first], self.window // 2 - 1)
@@ -153,22 +156,22 @@ class HistorySerializer:
     def _newest(self, baskets: Sequence[SerializedBasket], room: int) -> list[SerializedBasket]:
         """Return the newest baskets that fit into so many tokens.
 
-        If not all fit, a quarter of the room is for one basket of the newest other items of the earlier ones, so that
+        If the earlier ones have other items, a quarter of the room is for one basket of the newest of these, so that
         they remain items that the user had.
         """
-        if sum(map(self._tokens, baskets)) <= room:
-            return list(baskets)
-        kept, left = list[SerializedBasket](), room - room // 4
-        for basket in reversed(baskets):
-            if self._tokens(basket) > left:
-                break
-            kept.insert(0, basket)
-            left -= self._tokens(basket)
-        earlier = baskets[: len(baskets) - len(kept)]
-        items = dict.fromkeys(item for basket in reversed(earlier) for item in basket.items)
-        others = [item for item in items if not any(item in basket.items for basket in kept)]
-        most = max(1, (left + room // 4 - 1) // self.size)
-        return [replace(earlier[-1], items=others[:most], days=None, spend=None), *kept] if others else kept
+        for share in (0, room // 4):
+            kept, left = list[SerializedBasket](), room - share
+            for basket in reversed(baskets):
+                if self._tokens(basket) > left:
+                    break
+                kept.append(basket)
+                left -= self._tokens(basket)
+            have, earlier = {item for basket in kept for item in basket.items}, baskets[: len(baskets) - len(kept)]
+            others = [item for basket in reversed(earlier) for item in basket.items if item not in have]
+            if not others:
+                return kept[::-1]
+        most = max(1, (left + share - 1) // self.size)
+        return [replace(earlier[-1], items=list(dict.fromkeys(others))[:most], days=None, spend=None), *kept[::-1]]
 
     def _tokens(self, basket: SerializedBasket) -> int:
         """Return the number of tokens of a basket, including its gap token."""

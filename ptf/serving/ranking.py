@@ -130,6 +130,9 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
                 raise HttpError(400, f"{name} must be a list of {least} or more names of items", name)
             known = [self.index_of[one] for one in names if one in self.index_of]
             lists[name], unknown[name] = sorted(set(known)), len(names) - len(known)
+        now = given.get("now")
+        if now is not None and not (self.serializer and self.serializer.request_time and is_time(now)):
+            raise HttpError(400, "now must be a time in seconds, and only for a model of `request_time`", "now")
         options = RankOptions(
             whole_number(given, "k", most=LARGEST_K) or 10,
             new,
@@ -137,19 +140,9 @@ class RankService(BatchedService[Asked, dict[str, Any]]):
             number(given, "value_weight", LARGEST_WEIGHT),
             lists.get("candidates"),
             frozenset(lists.get("exclude", ())),
-            self._now(given.get("now")),
+            now,
         )
         return options, unknown
-
-    def _now(self, now: Any) -> float | None:
-        """Return the time of a request; None if the model is not told it. Raises HttpError."""
-        if now is None:
-            return None
-        if self.serializer is None or not self.serializer.request_time:
-            raise HttpError(400, "this model does not know the time of a request (request_time); leave now out", "now")
-        if not is_time(now):
-            raise HttpError(400, f"now must be a time in seconds, not {str(now)[:40]}", "now")
-        return now
 
     def compute(self, asked: Sequence[Asked]) -> list[dict[str, Any]]:
         """Return the ranking of each history."""

@@ -158,6 +158,20 @@ def test_own_items_are_always_candidates(tmp_path: Path) -> None:
     assert losses[1] != losses[0]
 
 
+def test_an_item_that_a_basket_has_twice_is_owned_until_the_first(tmp_path: Path) -> None:
+    tokens = np.array([1, 10, 2, 10, 11, 10, 2], np.int32)
+    batch = Batch.of([[(Document(tokens, np.ones(7, np.float32)),)]], 7)
+    ours = learned(head(tmp_path, torch.float64, copy=True))
+    x = torch.randn(1, 7, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert float(ours.loss(x, batch)) == pytest.approx(
+        float(dense(ours.items.weight, x, batch_with_baskets(batch), False, ours)), rel=1e-5
+    )
+
+
+def batch_with_baskets(batch: Batch) -> Batch:
+    return Batch(**{**vars_of(batch), "token_columns": {"baskets": torch.zeros(1, 7, 2)}})
+
+
 def test_logits_have_the_copy_term_of_the_loss(tmp_path: Path) -> None:
     batch, ours = packed(), learned(head(tmp_path, torch.float64, copy=True))
     x = torch.randn(2, 48, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -219,8 +233,9 @@ def test_values_are_said_where_a_basket_begins(tmp_path: Path) -> None:
         head(tmp_path, values={"spend": 1.0}).loss(x, batch)
 
 
-def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path) -> None:
-    made = head(tmp_path, set_wise=True, values={"days": 0.5})
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path, copy: bool) -> None:
+    made = head(tmp_path, set_wise=True, values={"days": 0.5}, copy=copy)
     x = torch.randn(2, 16, D, requires_grad=True)
     loss = made.loss(x, Batch.of([[], []], 16))
     assert float(loss.detach()) == 0

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptf.events.own_items import FEATURES, EventTokens, baskets_of, joined, own_after, own_items
+from ptf.events.own_items import FEATURES, EventTokens, joined, openings, own_after, own_items
 
 ITEMS, GAPS = 6, (0.5, 1.5, 3.0, 6.0)
 # tokens: 0 start, 1 … 4 gaps, 5 … 10 items
@@ -55,10 +55,10 @@ def written_out(history: list[tuple[list[int], int]], request_time: bool) -> dic
 @given(baskets, st.booleans())
 def test_features_are_those_of_the_definition(history, request_time) -> None:
     tokens = tokens_of(history)
-    own = own_items(tokens, replace(MEANING, request_time=request_time), baskets_of(tokens, MEANING).of[-1:])
+    own = own_items(tokens, replace(MEANING, request_time=request_time), openings(tokens, MEANING)[-1:])
     expected = written_out(history, request_time)
     assert own.items.tolist() == list(expected)
-    assert own.features.shape == (len(expected), len(FEATURES))
+    assert own.features.shape == (len(expected), FEATURES)
     np.testing.assert_allclose(own.features, np.array([*expected.values()]).reshape(own.features.shape), atol=1e-5)
     assert len(own.ends) == 1
     assert own.ends[-1] == len(expected)
@@ -85,7 +85,7 @@ def test_one_opening_has_what_all_have_there(history) -> None:
 
 def test_a_basket_that_has_begun_is_not_owned_and_what_it_has_no_longer() -> None:
     tokens = np.array([0, 5, 6, 2, 5, 7], np.int32)  # the second basket has begun
-    own = own_items(tokens, MEANING, baskets_of(tokens, MEANING).of[-1:])
+    own = own_items(tokens, MEANING, openings(tokens, MEANING)[-1:])
     assert own.items.tolist() == [0, 1]
     np.testing.assert_array_equal(own.features, own_items(tokens[:4], MEANING, np.array([1])).features)
     left = own_after(tokens, MEANING)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ptf.events.catalogue import Item
 from ptf.events.histories import Basket, History, Split
-from ptf.events.own_items import EventTokens, baskets_of, own_items
+from ptf.events.own_items import EventTokens, openings, own_items
 from ptf.events.serialize import DAY, GAPS, HistorySerializer, days_of, gap_of
 
 ITEMS = [f"<i_{n}>" for n in range(40)]
@@ -71,7 +71,7 @@ def test_with_the_time_of_the_request_the_last_gap_is_until_then(history: Histor
 def test_days_of_own_items_are_near_those_of_the_calendar(history: History, days: float) -> None:
     now = history[-1].time + days * DAY
     tokens = np.array([TOKENS[t] for t in texts(serializer(request_time=True).prompt("u", Split(history, ()), now))])
-    own = own_items(tokens, MEANING, baskets_of(tokens, MEANING).of[-1:])
+    own = own_items(tokens, MEANING, openings(tokens, MEANING)[-1:])
     bought = {int(name[2:]): basket.time for basket in history for name in basket.items}
     for item, features in zip(own.items, own.features, strict=True):
         since = (now - bought[item]) / DAY

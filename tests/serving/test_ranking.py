@@ -104,10 +104,10 @@ def test_a_model_that_knows_the_time_of_a_request_is_told_it(place, tmp_path):
     assert first["scores"] != pytest.approx(second["scores"], abs=1e-4)
     assert "no earlier than the last basket" in answers[86400.0 * 8]["error"]["message"]
     assert "now must be given" in answers[None]["error"]["message"]
-    assert "must be a time in seconds, not soon" in answers["soon"]["error"]["message"]
+    assert "must be a time in seconds" in answers["soon"]["error"]["message"]
     (tmp_path / "other").mkdir()
     answers, _ = asked(with_settings(place, tmp_path / "other"), use, catalogue=catalogue_of(place))
-    assert "does not know the time of a request" in answers[86400.0 * 10]["error"]["message"]
+    assert "only for a model of `request_time`" in answers[86400.0 * 10]["error"]["message"]
     assert "rankings" in answers[None]
 
 

@@ -19,8 +19,8 @@ class RankingConfig(Section):
     k: Positive = 10
     """Length of the list."""
     value_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Items are ranked by log-probability + this weight · log(value); an item of value 0 is then last. Baselines are
-    ranked by log(score) + the same, so `ease` and `mix`, whose scores may be below 0, are refused."""
+    """Items are ranked by log-probability + this weight · log(value), without those of value 0. Baselines are ranked by
+    log(score) + the same, so `ease` and `mix`, whose scores may be below 0, are refused."""
     baselines: dict[str, dict[str, Any]] = {}
     """Rivals that are ranked for the same users, by name, with their settings (`{}`: the defaults of
     ptf.events.baselines): `{tifu_knn: {neighbours: 100}, ease: {}}`. The metrics are `baseline/NAME/all/ndcg@10/SOURCE`
