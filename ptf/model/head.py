@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -95,6 +96,13 @@ class Scalar:
     def values(self, x: Tensor) -> Tensor:
         """Return the value of each position, [..., D] → fp32 [...]. It is no view: FSDP warns of outputs that are."""
         return (x.float() @ self.weight.float().t()).squeeze(-1).clone()
+
+
+def head_output(tokens: np.ndarray, x: Tensor, head: Any) -> Tensor:
+    """Apply a scalar or custom head to the hidden states of a sequence of tokens, int32: [1, T, D] → [T, …]."""
+    if getattr(head, "takes_contexts", False):
+        return head(x[0], [tokens[: n + 1] for n in range(len(tokens))])
+    return (head.values(x) if isinstance(head, Scalar) else head(x))[0]
 
 
 def is_scalar(config: Mapping[str, Any]) -> bool:

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ptf.errors import UserError
 from ptf.model import bridge, rounding
 from ptf.model.config import Rope
+from ptf.model.head import head_output
 from ptf.model.layers import LayerFactory
 from ptf.model.rope import rotary
 from ptf.model.rounding import Double
@@ -184,6 +186,5 @@ def head_difference(directory: Path, tokens: Sequence[int], values: Sequence[Any
         wanted = torch.cat([wanted, wanted[[len(text) - 1 for text in two]]])
         return rounding.difference(torch.stack(theirs), wanted)
     ours = bridge.load(directory, factory=factory)
-    return rounding.difference(
-        ours.head(_loaded(AutoModel, directory)(input_ids=ids).last_hidden_state)[0].float(), wanted
-    )
+    hidden = _loaded(AutoModel, directory)(input_ids=ids).last_hidden_state
+    return rounding.difference(head_output(np.array(tokens, np.int32), hidden, ours.head).float(), wanted)

@@ -21,7 +21,7 @@ from ptf.data.tokenizer import Tokenizer
 from ptf.model import model_files, model_writer
 from ptf.model.chunked import sampled_from, token_logprobs
 from ptf.model.components import abbreviated
-from ptf.model.head import Scalar
+from ptf.model.head import head_output
 from ptf.model.model import Model
 from ptf.storage import file_verification
 from ptf.train.export_settings import classifier_config, generation_files, padding_files
@@ -47,13 +47,6 @@ def probe(model: Model, world: World, tokens: Sequence[int] | np.ndarray | None 
         return {"tokens": tokens.tolist(), "values": values.float().cpu().tolist()}
     logprobs = batch.through(model, partial(token_logprobs, **sampled_from(batch))).logprobs
     return {"tokens": tokens.tolist(), "logprobs": logprobs[0, :-1].float().cpu().tolist()}
-
-
-def head_output(tokens: np.ndarray, x: torch.Tensor, head: Any) -> torch.Tensor:
-    """Apply a scalar or custom head to the hidden states of a sequence of tokens: [1, T, D] → [T, …]."""
-    if getattr(head, "takes_contexts", False):
-        return head(x[0], [tokens[: n + 1] for n in range(len(tokens))])
-    return (head.values(x) if isinstance(head, Scalar) else head(x))[0]
 
 
 def export(model: Model, source: Path, directory: Path, world: World, tokenizer: str) -> None:

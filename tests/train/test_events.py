@@ -18,6 +18,7 @@ from ptf.evaluate.gate import Worse, check_evaluation, comparisons, raise_if_wor
 from ptf.evaluate.measurement import measure_run
 from ptf.events.catalogue import Catalogue
 from ptf.events.prepare import generated
+from ptf.publish.export_comparison import model_difference
 from ptf.run import run
 from ptf.tasks.slates import worth
 from tests.tiny import arithmetic, read_jsonl, small_job, write_jsonl
@@ -88,6 +89,7 @@ def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_
     found, directory = trained(raw, "whole")
     rows = read_jsonl(directory / "ranked" / "next.jsonl")
     assert found["all/ndcg@10/next"] == pytest.approx(np.mean([row["all/ndcg@10"] for row in rows]))
+    assert model_difference(loads(yaml.safe_dump(raw)), directory, directory / "model") < 1e-4, "it may be published"
     held = tmp_path / "made" / "held_out.jsonl"
     prompts = read_jsonl(held)
     histories_ = [{key: row[key] for key in ("messages", "history")} for row in prompts]
