@@ -163,11 +163,8 @@ class NextItem(nn.Module):
         ends = ends_of_rests(batch) if self.set_wise else here + 1
         wanted = mean_over(weight[classes].flatten(0, 1), ends)
         drawn = None if sampled is None else self._drawn(batch, sampled)
-        width, chunk_bytes = (
-            self.end if drawn is None else len(drawn[0]),
-            CUDA_CHUNK_BYTES if x.is_cuda else CHUNK_BYTES,
-        )
-        size = max(1, chunk_bytes // (4 * (width + weight.shape[1])))
+        width = weight.shape[1] + (self.end if drawn is None else len(drawn[0]))
+        size = max(1, (CUDA_CHUNK_BYTES if x.is_cuda else CHUNK_BYTES) // (4 * width))
         bounds = np.searchsorted(pairs_of[0], np.arange(0, len(trained) + size + 1, size))  # of each chunk's pairs
         total = wide(x.new_zeros(()))
         for chunk, at in enumerate(trained.split(size)):

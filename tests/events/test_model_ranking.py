@@ -122,6 +122,54 @@ def test_the_best_are_those_of_a_stable_sort(scores: list[float], k: int) -> Non
         assert top(np.array(scores, dtype), k) == expected
 
 
+class Told:
+    """A head that takes contexts, and keeps them beside its logits."""
+
+    takes_contexts = True
+
+    def __init__(self, head: Any, kept: list[tuple[np.ndarray, torch.Tensor]]) -> None:
+        self.head, self.kept = head, kept
+
+    def logits(self, x: torch.Tensor, contexts: list[np.ndarray]) -> torch.Tensor:
+        logits = self.head.logits(x)
+        self.kept += zip(contexts, logits.clone(), strict=True)
+        return logits
+
+
+@pytest.mark.parametrize("how", ["levels", "batch", "continuous"])
+def test_the_contexts_of_a_head_are_all_tokens_to_its_states(place: Path, how: str) -> None:
+    """Of turns over a cache too: whole contexts give the logits that the turn had."""
+    tokenizer, catalogue, prompts = asked(place)
+    plain, told, kept = engine_of(place), engine_of(place), []
+    if how == "continuous":
+        told = NativeEngine(
+            str(place / "extended"), device=torch.device("cpu"), dtype=torch.float32, version=0, continuous=True
+        )
+    forward = told.model.forward
+    told.model.forward = lambda tokens, positions, segments, head_fn, attend: forward(  # type: ignore[method-assign]
+        tokens, positions, segments, lambda x, head: head_fn(x, Told(head, kept)), attend
+    )
+    contexts = [prompt.tokens for prompt in prompts[:3]]
+    if how == "levels":
+        [*told.levels(contexts, catalogue.trie(tokenizer), 4)]
+    else:
+        sampling = Sampling(5, 1.0, tokenizer.stop_ids)
+        requests = [Request(context, sampling, n) for n, context in enumerate(contexts)]
+        if how == "batch":
+            told.answer(requests)
+        else:
+            numbers = told.add(requests, [False] * 3)
+            while told.continuous and (told.continuous.waiting or told.continuous.responses):
+                told.step()
+            assert len(numbers) == 3
+    assert len(kept) > 3 or (how == "levels" and len(tokenizer.encode(catalogue.items[0].text)) == 1)
+    whole = plain.next_logits([context for context, _ in kept])
+    found = torch.stack([logits for _, logits in kept])
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
+    shorter = plain.next_logits([context[:-1] for context, _ in kept])
+    assert (found - shorter).abs().amax(1).min() > 1e-3, "negative control: a token less"
+
+
 def test_a_narrow_beam_loses_items_but_not_their_scores(place: Path) -> None:
     tokenizer, catalogue, prompts = asked(place)
     engine = engine_of(place)

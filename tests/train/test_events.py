@@ -57,12 +57,13 @@ def histories(directory: Path, head: dict[str, Any] | None = None, **settings: A
 FORMS: dict[str, dict[str, Any]] = {
     "items": {},
     "semantic": {"ids": {"levels": [6, 3]}},
+    "plain head": {"head": {"set_wise": True, "values": {"days": 0.1, "spend": 0.1}}},
     "head": {"head": {"set_wise": True, "copy": True, "values": {"days": 0.1, "spend": 0.1}}},
     "sampled": {"head": {"sampled": 20, "copy": True}},
 }
 
 
-@pytest.fixture(params=["items", "semantic", "head"])
+@pytest.fixture(params=["items", "semantic", "plain head", "head"])
 def raw(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     return histories(tmp_path, **FORMS[request.param])
 
@@ -80,7 +81,13 @@ def test_a_resumed_run_ends_with_the_same_bits(raw: dict[str, Any], monkeypatch:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "form", ["items", "head", *(pytest.param(form, marks=pytest.mark.cluster) for form in ("semantic", "sampled"))]
+    "form",
+    [
+        "items",
+        "plain head",
+        "head",
+        *(pytest.param(form, marks=pytest.mark.cluster) for form in ("semantic", "sampled")),
+    ],
 )
 def test_it_learns_what_comes_next_and_nothing_from_the_histories_of_others(tmp_path: Path, form: str) -> None:
     raw = histories(tmp_path, users=150, **FORMS[form])
