@@ -1,12 +1,12 @@
 """Sharding against one rank, on every mesh of 2 and 4 gloo ranks. Writes results/sharding.md.
 
-    python benchmarks/sharding.py [--steps 20] [--part meshes fp64 recipes resume activations]
+    python benchmarks/sharding.py [--steps 20] [--part meshes-2 meshes-4 fp64 recipes resume activations]
 
-`meshes`: AdamW steps of dense models, with experts, and with sinks and windows, full and LoRA. `fp64`: one step of
-ranks that divide sequences, where only rounding may differ, and mistakes that must show. `recipes`: losses, metrics and
-gradients of every recipe on such ranks. `resume`: a checkpoint of each mesh goes on on each other. `activations`: what
-such ranks keep of a layer. Prints a JSON line a
-case and keeps it beside the page, which has the newest of each part; exits 1 where a bound is missed.
+`meshes-2`, `meshes-4`: AdamW steps of dense models, with experts, and with sinks and windows, full and LoRA, on every
+mesh of 2 and of 4 ranks. `fp64`: one step of ranks that divide sequences, where only rounding may differ, and mistakes
+that must show. `recipes`: losses, metrics and gradients of every recipe on such ranks. `resume`: a checkpoint of each
+mesh goes on on each other. `activations`: what such ranks keep of a layer. Prints a JSON line a case and keeps it
+beside the page, which has the newest of each part; exits 1 where a bound is missed.
 """
 
 import json
@@ -25,17 +25,17 @@ RESULTS = results_page("sharding.md")
 LEDGER = RESULTS.with_suffix(".jsonl")
 
 
-def meshes(steps: int, scratch: Path) -> Iterator[Row]:
-    """Steps on every mesh."""
+def meshes(size: int, steps: int, scratch: Path) -> Iterator[Row]:
+    """Steps on every mesh of so many ranks."""
     from tests.model.parallel import Case, checkpoint, difference, on_ranks, train
     from tests.model.test_sharding import BOUND, FAMILIES, KINDS, MESHES
 
     models = {family: checkpoint(scratch / family, family) for family in FAMILIES}
     alone = {(family, lora): train(Case(models[family], lora=lora, steps=steps)) for family, lora in KINDS}
-    for size, shapes in MESHES.items():
-        cases = {(*kind, mesh): Case(models[kind[0]], mesh, kind[1], steps) for mesh in shapes for kind in KINDS}
-        found = on_ranks(size, list(cases.values()), scratch / f"ranks{size}")
-        for (family, lora, mesh), one in zip(cases, found, strict=True):
+    for number, mesh in enumerate(MESHES[size]):
+        cases = [Case(models[family], mesh, lora, steps) for family, lora in KINDS]
+        found = on_ranks(size, cases, scratch / f"ranks{number}")
+        for (family, lora), one in zip(KINDS, found, strict=True):
             loss, gradients = difference(alone[family, lora], one)
             what = f"{family}, {'LoRA' if lora else 'full'}"
             yield {"case": what, "mesh": str(mesh), "loss": loss, "gradients": gradients, "bound": BOUND}
@@ -91,14 +91,15 @@ def resume(steps: int, scratch: Path) -> Iterator[Row]:
         yield {"case": f"from {before}", "mesh": after, "loss": apart, "gradients": apart, "bound": 1e-6}
 
 
+STEPS = (
+    "AdamW (lr 2e-5) on four packed micro-batches each, fp32. *Loss*: largest relative difference of a step's\n"
+    "loss from one rank's. *Gradients*: largest over every fourth step and the last, global norm of the\n"
+    "difference over the norm. At a learning rate of 1e-3 the weights themselves part ways by rounding, and the\n"
+    "gradients with them (2e-6 by step 20)."
+)
 PARTS: dict[str, tuple[Callable[[int, Path], Iterator[Row]], str]] = {
-    "meshes": (
-        meshes,
-        "AdamW (lr 2e-5) on four packed micro-batches each, fp32. *Loss*: largest relative difference of a step's\n"
-        "loss from one rank's. *Gradients*: largest over every fourth step and the last, global norm of the\n"
-        "difference over the norm. At a learning rate of 1e-3 the weights themselves part ways by rounding, and the\n"
-        "gradients with them (2e-6 by step 20).",
-    ),
+    "meshes-2": (partial(meshes, 2), STEPS),
+    "meshes-4": (partial(meshes, 4), STEPS),
     "fp64": (
         fp64,
         "One step in fp64 of ranks that divide sequences: documents over every cut, one document, short ones, two\n"
@@ -140,7 +141,7 @@ def main() -> int:
     for part in asked.part:
         with tempfile.TemporaryDirectory() as scratch:
             for row in PARTS[part][0](asked.steps, Path(scratch)):
-                steps = {"steps": asked.steps} if part == "meshes" else {}
+                steps = {"steps": asked.steps} if part.startswith("meshes") else {}
                 found.append({"part": part, **row, **steps, "commit": commit(), "date": today()})
                 keep(LEDGER, found[-1])
                 print(json.dumps(found[-1]), flush=True)
