@@ -73,13 +73,13 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
 
     A string is a token of the vocabulary, or a text of several tokens. A basket is a list of such strings whose order
     has no meaning. The first `context` entries (default 1) have no loss; each later entry is predicted from all entries
-    before it. No end token follows the last, because a history has no end. The first event of a basket counts `opening`
-    (default 1) times. Rows with baskets have the per-token values `baskets` [n, 2]: the number of the token's basket,
-    from 1, and of its event in the basket, from 0; both are 0 elsewhere (ptf/data/baskets.py). `values` is {name: a
-    number or null for each entry}; it becomes `value/name` [n, 2] of all tokens of the entry: the number, and 1 where
-    there is one.
+    before it. No end token follows the last, because a history has no end. The first event of a basket counts once, and
+    every other event `inside` times (default 1). Rows with baskets have the per-token values `baskets` [n, 2]: the
+    number of the token's basket, from 1, and of its event in the basket, from 0; both are 0 elsewhere
+    (ptf/data/baskets.py). `values` is {name: a number or null for each entry}; it becomes `value/name` [n, 2] of all
+    tokens of the entry: the number, and 1 where there is one.
     """
-    events, context, opening = row["events"], row.get("context", 1), row.get("opening", 1.0)
+    events, context, inside = row["events"], row.get("context", 1), row.get("inside", 1.0)
     flat: list[Any] = (
         [event for entry in events for event in (entry if isinstance(entry, list) else [entry])]
         if isinstance(events, list)
@@ -91,8 +91,8 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
         raise UserError(
             f"`context` must be a number of events below {len(events)} (those in `events`), not {context!r}"
         )
-    if not finite(opening) or opening <= 0:
-        raise UserError(f"`opening` must be a number above 0, not {str(opening)[:60]!r}")
+    if not finite(inside) or inside < 0:
+        raise UserError(f"`inside` must be a number of at least 0, not {str(inside)[:60]!r}")
     values = row.get("values") or {}
     if not isinstance(values, dict) or not all(
         isinstance(v, list) and len(v) == len(events) and all(x is None or finite(x) for x in v)
@@ -110,12 +110,12 @@ def encode_events(row: Row, tokenizer: Tokenizer, source: str = "") -> list[Pack
         for number in range(len(entry)) if isinstance(entry, list) else (-1,):
             event = next(ids)
             tokens += event
-            weights += [0.0 if index < context else opening if number == 0 else 1.0] * len(event)
+            weights += [0.0 if index < context else 1.0 if number == 0 else inside] * len(event)
             baskets += [(basket, number) if number >= 0 else (0, 0)] * len(event)
         sizes.append(len(tokens) - start)
     weights[0] = 0.0
     if not any(weights):
-        raise UserError("a sequence of one token has nothing to train")
+        raise UserError("nothing to train: one token, or with `inside: 0` no basket after the context")
     token_columns = {"baskets": np.array(baskets, np.int32)} if basket else {}
     token_columns |= {
         VALUE + name: np.repeat(np.array([(x or 0.0, x is not None) for x in v], np.float32), sizes, 0)

@@ -41,7 +41,7 @@ READ_COLUMNS = {  # the columns that a kind reads beside its own; the kinds not 
     "completion": (*CHAT_COLUMNS, "label", "reward"),
     "scored": ("messages", *CHAT_COLUMNS, "label"),
     "text": ("weight",),
-    "events": ("weight", "context", "opening", "values"),
+    "events": ("weight", "context", "inside", "values"),
 }
 MESSAGE_COLUMNS = {  # the columns that hold messages
     "preference": (*HISTORY, *KINDS["preference"]),

@@ -85,7 +85,7 @@ def prepare(
     window: int = 512,
     gaps: bool = True,
     request_time: bool = False,
-    opening: float = 20.0,
+    inside: float = 0.05,
     prompts: int = 4,
     model: Mapping[str, Any] = {},
     base: str | None = None,
@@ -96,7 +96,8 @@ def prepare(
     `events`, `items`, `columns`, `item_columns`, `unknown`, `order`, `hold_out`: see `read_events`.
     `ids`: `items`, one token for each item, or `{levels: [64, 64]}`, semantic ids with so many codes per level.
     `window`: most tokens of a history. `request_time`: the model is told when the next basket happens, see
-    ptf.events.serialize. `opening`: the weight of the first item of a basket; the others have weight 1.
+    ptf.events.serialize. `inside`: the weight of every token but the first items of baskets, which
+    have weight 1; with 0, the model learns only how a basket begins, which is all that ranking needs.
     `prompts`: number of each user's newest baskets, of those that may be trained on, that become prompts to train on.
     `model`: sizes of the Qwen3. `base`: a text model that is to learn the items; no other model is then written, and
     `train.jsonl` and `held_out_loss.jsonl` hold chats, in which the model answers a history with the next basket.
@@ -127,7 +128,7 @@ def prepare(
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
     save(str(root / "histories.jsonl"), {user: s.before for user, s in splits.items() if s.before})
     np.save(root / "vectors.npy", vectors.astype(np.float32))
-    serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, opening, request_time)
+    serializer = HistorySerializer({item.name: item for item in catalogue}, window, gaps, inside, request_time)
     held_out = {user: s for user, s in splits.items() if s.before and s.future}
     if not _write_histories(root, serializer, splits, held_out, prompts, None if base is None else seed):
         raise UserError(

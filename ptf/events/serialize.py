@@ -45,14 +45,15 @@ class HistorySerializer:
     """Converts histories to rows of data."""
 
     def __init__(
-        self, items: Mapping[str, Item], window: int, gaps: bool, opening: float, request_time: bool = False
+        self, items: Mapping[str, Item], window: int, gaps: bool, inside: float, request_time: bool = False
     ) -> None:
         """Create a serializer.
 
         `items` are the catalogue's items by name; `window` is the largest number of tokens of a history; without
-        `gaps`, all gap tokens are the same; `opening` is the loss weight of a basket's first item.
+        `gaps`, all gap tokens are the same; `inside` is the loss weight of every token but the first item of a basket,
+        which has weight 1.
         """
-        self.items, self.window, self.gaps, self.opening = items, window, gaps, opening
+        self.items, self.window, self.gaps, self.inside = items, window, gaps, inside
         self.request_time = request_time
         self.left_out = 0  # number of baskets of one item that have no basket before them
         self.size = max(item.text.count("<") for item in items.values())
@@ -108,7 +109,7 @@ class HistorySerializer:
         return {
             "events": entries,
             "context": context,
-            "opening": self.opening,
+            "inside": self.inside,
             "values": {"days": days, "spend": spend},
         }
 

@@ -43,7 +43,7 @@ def history(name: str, i: int) -> dict[str, Any]:
     """Its baskets are read in another order each time."""
     return {
         "events": [f"{name}{i}.", ["xy", "z", "vw"][: 1 + i % 3], "-", [*"abcdefghij"[: 1 + i * i % 10]]],
-        "opening": 3,
+        "inside": 0.3,
     }
 
 

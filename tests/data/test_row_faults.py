@@ -191,7 +191,7 @@ COLUMNS = (
     "query",
     "answers",
     "image",
-    "opening",
+    "inside",
     "values",
     "history",
 )
@@ -217,7 +217,7 @@ BASES = [
         for more in ({}, {"weight": 0.5, "margin": 1.0})
         if not form.refused
     ),
-    ({"events": ["ab", ["c", "d"]], "context": 1, "opening": 2.0, "values": {"v": [1, None]}}, "sft", "auto", {}),
+    ({"events": ["ab", ["c", "d"]], "context": 1, "inside": 0.5, "values": {"v": [1, None]}}, "sft", "auto", {}),
     ({"messages": [ASK, ANSWER | {"reward": 0.5}], "tools": [TOOL]}, "rm binary", "scored", {}),
 ]
 
