@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,8 +35,10 @@ class NextItem(nn.Module):
     """Scores of the next item, of the end of the basket, and of numbers of the next basket.
 
     `items` is a safetensors file that ptf.events.prepare writes: `ids` [items], each item's token; `rows` [items, D],
-    the initial weights; `gaps` [gaps, 2], the tokens of gaps with their days; and `request_time`. With `set_wise`, the
-    rest of the basket is predicted, not only the next item. With `copy`, own items have a copy term. `sampled` is the
+    the initial weights; `sold` [items], their purchases; `gaps` [gaps, 2], the tokens of gaps with their days; and
+    `request_time`. With `set_wise`, the rest of the basket is predicted, not only the next item. With `copy`, own items
+    have a copy term, and each item a bias, √(1 + purchases) at first, in logarithm. `dropout` of the states is the
+    share that the loss of training does without (Srivastava et al. 2014). `sampled` is the
     number of uniformly drawn items in the normaliser of the loss (Jean et al. 2015), by default all; own items are
     always in it. `values` maps the names of numbers in the rows that are to be predicted for the next basket to the
     weight of their loss, the squared error of log(1 + value): {days: 0.1}.
@@ -50,6 +53,7 @@ class NextItem(nn.Module):
         items: str,
         set_wise: bool = False,
         copy: bool = False,
+        dropout: float = 0.0,
         sampled: int | None = None,
         values: Mapping[str, float] = {},
     ) -> None:
@@ -57,7 +61,7 @@ class NextItem(nn.Module):
         super().__init__()
         try:
             with safe_open(items, "pt") as stored:
-                ids, rows = stored.get_tensor("ids"), stored.get_tensor("rows")
+                ids, rows, sold = (stored.get_tensor(name) for name in ("ids", "rows", "sold"))
                 gaps = stored.get_tensor("gaps") if copy else torch.zeros(0, 2, device="cpu")
                 request_time = copy and bool(stored.get_tensor("request_time"))
         except (OSError, SafetensorError) as error:
@@ -80,7 +84,10 @@ class NextItem(nn.Module):
             raise UserError(
                 f"model.head: sampled must be between 1 and {len(ids) - 1} (the number of items - 1), not {sampled}"
             )
+        if not 0 <= dropout < 1:
+            raise UserError(f"model.head: dropout must be a share of at least 0 and below 1, not {dropout}")
         self.end, self.set_wise, self.sampled, self.values = len(ids), set_wise, sampled, dict(values)
+        self.dropout = dropout
         self.items = factory.linear(f"{path}.items", config.dim, len(ids) + 1)
         with torch.no_grad():
             self.items.weight[:-1] = rows
@@ -88,6 +95,8 @@ class NextItem(nn.Module):
         self.numbers = (
             factory.linear(f"{path}.numbers", config.dim, len(self.values), bias=True) if self.values else None
         )
+        often = sold.float().log1p() / 2
+        self.often = nn.Parameter(torch.cat([often, often.mean()[None]])) if copy else None  # [items + 1]
         self.copy = CopyTerm(config.dim, len(ids), factory, f"{path}.copy") if copy else None
         place = torch.full((config.vocab,), self.end)
         place[ids] = torch.arange(len(ids))
@@ -130,12 +139,17 @@ class NextItem(nn.Module):
     def _copied(self, x: Tensor, pairs: OwnPairs) -> tuple[Tensor, Tensor]:
         """Return the scores of x [N, D] with the copy term, [N, items + 1], and what each pair gained, [pairs]."""
         assert self.copy is not None
-        scores = wide(self.items(x))
+        scores = wide(self.items(x)) + self._often(slice(None))
         gains = self.copy(x, scores[pairs.states, pairs.items], pairs)
         return scores.index_put((pairs.states, pairs.items), gains, accumulate=True), gains
 
+    def _often(self, items: Tensor | slice) -> Tensor | float:
+        """Return the biases of items."""
+        return 0.0 if self.often is None else wide(self.often[items])
+
     def loss(self, x: Tensor, batch: Any) -> Tensor:
         """Return the summed loss of a batch, from hidden states [B, T, D]."""
+        x = F.dropout(x, self.dropout, training=torch.is_grad_enabled())
         classes, weight = cast("Tensor", self.place)[batch.targets], self.items.weight
         sampled = self.sampled if torch.is_grad_enabled() else None  # held-out losses are exact
         if self.copy is not None:
@@ -161,7 +175,8 @@ class NextItem(nn.Module):
         items, base = self.copy.base(own)
         here = torch.arange(classes.numel(), device=x.device)
         ends = ends_of_rests(batch) if self.set_wise else here + 1
-        wanted = mean_over(weight[classes].flatten(0, 1), ends)
+        assert self.often is not None
+        wanted = mean_over(torch.cat([weight, self.often[:, None]], 1)[classes].flatten(0, 1), ends)
         drawn = None if sampled is None else self._drawn(batch, sampled)
         width = weight.shape[1] + (self.end if drawn is None else len(drawn[0]))
         size = max(1, (CUDA_CHUNK_BYTES if x.is_cuda else CHUNK_BYTES) // (4 * width))
@@ -194,20 +209,20 @@ class NextItem(nn.Module):
         weights: Tensor,
         candidates: tuple[Tensor, tuple[Tensor, Tensor]] | None,
     ) -> Tensor:
-        """Return the summed loss of states [n, D], whose wanted items have the mean row `wanted` [n, D], and which of
-        them are own items the `share` [pairs] of each pair."""
+        """Return the summed loss of states [n, D], whose wanted items have the mean row and bias `wanted` [n, D + 1],
+        and which of them are own items the `share` [pairs] of each pair."""
         if candidates is None:
             scores, gains = self._copied(x, pairs)
             normaliser = scores.logsumexp(-1)
         else:
             assert self.copy is not None
-            scores = wide((x[pairs.states] * self.items.weight[pairs.items]).sum(-1))
+            scores = wide((x[pairs.states] * self.items.weight[pairs.items]).sum(-1)) + self._often(pairs.items)
             gains = self.copy(x, scores, pairs)
             targets, drawn = candidates
             others = self._sampled_normaliser(x, targets, drawn, pairs)
             normaliser = torch.logaddexp(others, _logsumexp(scores + gains, pairs.states, len(x)))
         copied = torch.zeros_like(normaliser).index_add(0, pairs.states, gains * share)
-        return ((normaliser - wide((x * wanted).sum(-1)) - copied) * weights).sum()
+        return ((normaliser - wide((x * wanted[:, :-1]).sum(-1) + wanted[:, -1]) - copied) * weights).sum()
 
     def _drawn(self, batch: Any, sampled: int) -> tuple[Tensor, Tensor]:
         """Return the candidates of a batch, `sampled` random items and the end, with the corrections of their scores.
@@ -229,8 +244,8 @@ class NextItem(nn.Module):
         """Return the log of the normaliser over the targets [N] and the candidates, without those that are owned:
         [N]."""
         candidates, correction = drawn
-        own = wide((x * self.items.weight[targets]).sum(-1, keepdim=True))
-        others = wide(x @ self.items.weight[candidates].t()) + correction
+        own = (wide((x * self.items.weight[targets]).sum(-1)) + self._often(targets))[:, None]
+        others = wide(x @ self.items.weight[candidates].t()) + self._often(candidates) + correction
         others = others.masked_fill(candidates == targets[:, None], -torch.inf)
         if owned is not None:
             own = own.index_put((owned.states[owned.items == targets[owned.states]],), own.new_tensor([-torch.inf]))
@@ -270,7 +285,7 @@ def basket_starts(batch: Any) -> Tensor:
     basket = batch.token_columns[BASKETS][..., 0]  # number of the next token's basket
     # a basket's first event; false where a cut row continues a basket
     first = batch.token_columns[BASKETS][..., 1] == 0
-    return (basket > 0) & first & (basket != torch.nn.functional.pad(basket, (1, 0))[:, :-1])
+    return (basket > 0) & first & (basket != F.pad(basket, (1, 0))[:, :-1])
 
 
 def ends_of_rests(batch: Any) -> Tensor:
@@ -296,7 +311,7 @@ def mean_over(rows: Tensor, ends: Tensor) -> Tensor:
     """Return for each of [n] positions the mean of the rows [n, D] from it to before `ends`, [n, D]."""
     here = torch.arange(len(rows), device=rows.device)
     # [n + 1, D] in float64, to keep the rounding of the differences small
-    sums = torch.nn.functional.pad(rows.double().cumsum(0), (0, 0, 1, 0))
+    sums = F.pad(rows.double().cumsum(0), (0, 0, 1, 0))
     return ((sums[ends] - sums[here]) / (ends - here)[:, None]).to(rows.dtype)
 
 

@@ -123,7 +123,8 @@ def prepare(
         token_ids = np.array(tokenizer.encode_all(item_tokens.texts), np.int64)[:, 0]
         rows = rotate_to_width(item_tokens.rows, width, seed)
         days = [(tokenizer.encode(f"<gap_{n}>")[0], days_of(n)) for n in range(GAPS if gaps else 1)]
-        tensors = {"ids": token_ids, "rows": rows, "gaps": np.array(days, np.float32)}
+        sold = np.bincount(np.concatenate(list(map(np.array, baskets))), minlength=len(facts))
+        tensors = {"ids": token_ids, "rows": rows, "sold": sold, "gaps": np.array(days, np.float32)}
         save_file(tensors | {"request_time": np.array(request_time)}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)
     save(str(root / "histories.jsonl"), {user: s.before for user, s in splits.items() if s.before})

@@ -29,7 +29,14 @@ GAPS = torch.tensor([[2, 0.5], [3, 6.0]])
 
 
 def stored(width: int) -> dict[str, Tensor]:
-    return {"ids": IDS, "rows": torch.randn(ITEMS, width), "gaps": GAPS, "request_time": torch.tensor(False)}
+    sold = torch.arange(ITEMS)
+    return {
+        "ids": IDS,
+        "rows": torch.randn(ITEMS, width),
+        "sold": sold,
+        "gaps": GAPS,
+        "request_time": torch.tensor(False),
+    }
 
 
 def head(place: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> NextItem:
@@ -98,6 +105,8 @@ def dense(weight: Tensor, x: Tensor, batch: Batch, set_wise: bool, of: NextItem 
             classes = [int(token) - 10 if 10 <= int(token) < 10 + ITEMS else ITEMS for token in batch.targets[b, rest]]
             scores = weight @ x[b, t]
             if of is not None:
+                assert of.often is not None
+                scores = scores + of.often.double()
                 start = t - int(batch.positions[b, t])
                 scores = copied(of, x[b, t], scores, batch.tokens[b, start : t + 1].numpy())
             logprobs = scores.log_softmax(0)
