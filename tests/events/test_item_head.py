@@ -255,9 +255,9 @@ def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path, copy: bo
     assert all(g is not None for g in torch.autograd.grad(made.loss(x, without), [x, *made.parameters()]))
 
 
-@pytest.mark.parametrize("settings", [{"sampled": ITEMS}, {"sampled": 0}])
+@pytest.mark.parametrize("settings", [{"sampled": ITEMS}, {"sampled": 0}, {"dropout": 1.0}])
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="sampled must be between 1 and 23"):
+    with pytest.raises(UserError, match="sampled must be between 1 and 23|dropout must be a share"):
         head(tmp_path, **settings)
     save_file(stored(D + 1), tmp_path / "wide.safetensors")
     with pytest.raises(
@@ -281,6 +281,10 @@ def test_held_out_losses_are_exact_and_a_cut_basket_opens_nothing(tmp_path: Path
     with torch.no_grad():
         assert sampled.loss(x, batch).item() == pytest.approx(exact.loss(x, batch).item(), rel=1e-6)
     assert sampled.loss(x, batch).item() != pytest.approx(exact.loss(x, batch).item(), rel=1e-3)
+    dropping = head(tmp_path, dropout=0.2)
+    with torch.no_grad():
+        assert dropping.loss(x, batch).item() == exact.loss(x, batch).item()
+    assert dropping.loss(x, batch).item() != pytest.approx(exact.loss(x, batch).item(), rel=1e-3)
     where = np.array([(2, 3), (2, 4), (0, 0), (3, 0), (3, 1), (0, 0)], np.int32)
     cut = Document(np.array([10, 11, 2, 12, 13, 2], np.int32), np.ones(6, np.float32), "h", {"baskets": where})
     assert basket_starts(Batch.of([[(cut,)]], 8)).nonzero().tolist() == [[0, 2]]

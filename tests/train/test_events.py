@@ -58,7 +58,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "items": {},
     "semantic": {"ids": {"levels": [6, 3]}},
     "plain head": {"head": {"set_wise": True, "values": {"days": 0.1, "spend": 0.1}}},
-    "head": {"head": {"set_wise": True, "copy": True, "values": {"days": 0.1, "spend": 0.1}}},
+    "head": {"head": {"set_wise": True, "copy": True, "dropout": 0.2, "values": {"days": 0.1, "spend": 0.1}}},
     "sampled": {"head": {"sampled": 20, "copy": True}},
 }
 
