@@ -203,7 +203,7 @@ def test_a_scored_row_may_be_a_conversation() -> None:
             "`events` must be a list of strings and of lists of strings, none of them empty",
         ),
         (encode_document, {"events": ["a", "b"], "context": 2}, "`context` must be a number of events below 2"),
-        (encode_document, {"events": ["a"], "context": 0}, "one token has nothing to train"),
+        (encode_document, {"events": ["a"], "context": 0}, "nothing to train: one token"),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": 1e39}, "`reward` must be a finite number"),
         (encode_scored, {"prompt": "1", "completion": "2", "reward": 10**400}, "`reward` must be a finite number"),
     ],
