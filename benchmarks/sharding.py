@@ -1,25 +1,30 @@
 """Sharding against one rank, on every mesh of 2 and 4 gloo ranks. Writes results/sharding.md.
 
-    python benchmarks/sharding.py [--steps 20] [--part meshes-2 meshes-4 fp64 recipes resume activations]
+    python benchmarks/sharding.py [--steps 20] [--part meshes-2 meshes-4 meshes-others fp64 recipes resume activations]
 
 `meshes-2`, `meshes-4`: AdamW steps of dense models, with experts, and with sinks and windows, full and LoRA, on every
-mesh of 2 and of 4 ranks. `fp64`: one step of ranks that divide sequences, where only rounding may differ, and mistakes
-that must show. `recipes`: losses, metrics and gradients of every recipe on such ranks. `resume`: a checkpoint of each
-mesh goes on on each other. `activations`: what such ranks keep of a layer. Prints a JSON line a case and keeps it
-beside the page, which has the newest of each part; exits 1 where a bound is missed.
+mesh of 2 and of 4 ranks; `meshes-others`: the same of soft-capped and of linear attention, where ranks divide
+sequences. `fp64`: one step of ranks that divide sequences, where only rounding may differ, and mistakes that must show.
+`recipes`: losses, metrics and gradients of every recipe on such ranks. `resume`: a checkpoint of each mesh goes on on
+each other. `activations`: what such ranks keep of a layer. Prints a JSON line a case and keeps it beside the page,
+which has the newest of each part; exits 1 where a bound is missed.
 """
 
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from commands import options
 from flow_runs import commit, results_page
 from pages import Row, head, keep, kept, table, today, write_page
 from sharding_activations import ABOUT, activations
+
+if TYPE_CHECKING:
+    from ptf.config.sections.compute import MeshSizes
 
 RESULTS = results_page("sharding.md")
 LEDGER = RESULTS.with_suffix(".jsonl")
@@ -27,15 +32,34 @@ LEDGER = RESULTS.with_suffix(".jsonl")
 
 def meshes(size: int, steps: int, scratch: Path) -> Iterator[Row]:
     """Steps on every mesh of so many ranks."""
-    from tests.model.parallel import Case, checkpoint, difference, on_ranks, train
-    from tests.model.test_sharding import BOUND, FAMILIES, KINDS, MESHES
+    from tests.model.parallel import checkpoint
+    from tests.model.test_sharding import FAMILIES, MESHES
 
     models = {family: checkpoint(scratch / family, family) for family in FAMILIES}
-    alone = {(family, lora): train(Case(models[family], lora=lora, steps=steps)) for family, lora in KINDS}
-    for number, mesh in enumerate(MESHES[size]):
-        cases = [Case(models[family], mesh, lora, steps) for family, lora in KINDS]
-        found = on_ranks(size, cases, scratch / f"ranks{number}")
-        for (family, lora), one in zip(KINDS, found, strict=True):
+    yield from trained(models, MESHES[size], steps, scratch)
+
+
+def others(steps: int, scratch: Path) -> Iterator[Row]:
+    """Steps of further families where ranks divide sequences."""
+    from tests.model.context import made
+    from tests.model.test_sharding import MESHES
+
+    models = {family: made(scratch, family) for family in ("gemma2", "qwen3_5_text")}
+    shapes = [mesh for each in MESHES.values() for mesh in each if mesh.context > 1 and mesh.tensor == 1]
+    yield from trained(models, shapes, steps, scratch)
+
+
+def trained(models: Mapping[str, str], shapes: "Sequence[MeshSizes]", steps: int, scratch: Path) -> Iterator[Row]:
+    """Each model on each mesh, full and LoRA."""
+    from tests.model.parallel import Case, difference, on_ranks, train
+    from tests.model.test_sharding import BOUND
+
+    kinds = [(family, lora) for family in models for lora in (False, True)]
+    alone = {(family, lora): train(Case(models[family], lora=lora, steps=steps)) for family, lora in kinds}
+    for number, mesh in enumerate(shapes):
+        cases = [Case(models[family], mesh, lora, steps) for family, lora in kinds]
+        found = on_ranks(mesh.ranks, cases, scratch / f"ranks{number}")
+        for (family, lora), one in zip(kinds, found, strict=True):
             loss, gradients = difference(alone[family, lora], one)
             what = f"{family}, {'LoRA' if lora else 'full'}"
             yield {"case": what, "mesh": str(mesh), "loss": loss, "gradients": gradients, "bound": BOUND}
@@ -100,6 +124,7 @@ STEPS = (
 PARTS: dict[str, tuple[Callable[[int, Path], Iterator[Row]], str]] = {
     "meshes-2": (partial(meshes, 2), STEPS),
     "meshes-4": (partial(meshes, 4), STEPS),
+    "meshes-others": (others, STEPS),
     "fp64": (
         fp64,
         "One step in fp64 of ranks that divide sequences: documents over every cut, one document, short ones, two\n"
