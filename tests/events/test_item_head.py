@@ -257,7 +257,7 @@ def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path, copy: bo
 
 @pytest.mark.parametrize("settings", [{"sampled": ITEMS}, {"sampled": 0}, {"dropout": 1.0}])
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="sampled must be between 1 and 23|dropout must be a share"):
+    with pytest.raises(UserError, match=r"sampled must be between 1 and 23|dropout must be a share"):
         head(tmp_path, **settings)
     save_file(stored(D + 1), tmp_path / "wide.safetensors")
     with pytest.raises(
