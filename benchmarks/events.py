@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pages
 import torch
 from commands import ROOT, options
 from flow_runs import results_page
@@ -302,7 +303,7 @@ def main() -> int:
     pairs = [("ptf SFT", name) for name in found if name not in ("ptf SFT", "ptf GRPO")]
     pairs += [("ptf GRPO", "ptf SFT")] if given.grpo else []
     differences = [
-        [f"{a} − {b}", *(shown(apart(found[a], found[b], f"{task}/ndcg@{K}")) for task in ("all", "new"))]
+        [f"{a} − {b}", *(pages.apart(apart(found[a], found[b], f"{task}/ndcg@{K}")) for task in ("all", "new"))]
         for a, b in pairs
     ]
     text.append(table(" | all | new", differences))
@@ -323,10 +324,6 @@ def main() -> int:
     )
     print("\n".join(text), f"\nwrote {RESULTS.relative_to(ROOT)}")
     return 0
-
-
-def shown(x: tuple[float, float, float]) -> str:
-    return f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"
 
 
 def newest(kind: str) -> Path | None:
@@ -352,7 +349,7 @@ def business(sft: Path, grpo: Path, made: Path) -> list[str]:
         rows, lines = [*rows, "", f"Slates of ten, {how}:", ""], []
         for name in ("reward", "revenue", "diversity", "novelty", "distinct", "invalid"):
             before, after = (np.array([p[name] for p in parts[who]]) for who in ("SFT", "GRPO"))
-            lines.append([name, f"{before.mean():.4f}", f"{after.mean():.4f}", shown(interval(after - before))])
+            lines.append([name, f"{before.mean():.4f}", f"{after.mean():.4f}", pages.apart(interval(after - before))])
         rows.append(table(" | SFT | GRPO | difference, 95 % interval", lines))
     return [
         "## The business reward",

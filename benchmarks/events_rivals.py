@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pages
 from commands import options
 from flow_runs import results_page
 from pages import head, table, today
@@ -123,8 +124,7 @@ def mixed(customers: Customers, chosen: Mapping[str, dict[str, Any]]) -> dict[st
 
 def apart(a: Users, b: Users, task: str) -> str:
     difference = a[task] - b[task]
-    mean, low, high = interval(difference[~np.isnan(difference)])
-    return f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+    return pages.apart(interval(difference[~np.isnan(difference)]))
 
 
 def main() -> int:

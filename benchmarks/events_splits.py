@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from calendar import timegm
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import yaml
 from commands import ROOT, options
 from flow_runs import results_page
-from pages import Row, head, here, keep, kept, table
+from pages import Row, apart, head, here, keep, kept, table
 
 from ptf.config import loads
 from ptf.evaluate.measurement import measure_run
@@ -95,9 +96,9 @@ def compared(found: Mapping[str, list[Users]], made: Path) -> Row:
             "popular": float(np.mean([[item in popular for item in top] for seed in lists for top in seed])),
             "own": float(np.mean([own_share(prompts, seed) for seed in lists])),
         }
-        for task in ("all", "new"):
-            apart = ndcg["model"][task] - ndcg[name][task]
-            row[name][f"model − {task}"] = interval(apart[~np.isnan(apart)])
+        for task in ("all", "new") if name != "model" else ():
+            gap = ndcg["model"][task] - ndcg[name][task]
+            row[name][f"model − {task}"] = interval(gap[~np.isnan(gap)])
     return row
 
 
@@ -114,9 +115,10 @@ def page(rows: Sequence[Row]) -> str:
         "NDCG@10 of the next basket (`all`), and of its items that are new to the customer (`new`). The model is that\n"
         "of configs/events/head.yaml; its figures are means of its seeds. Differences are paired by customer, with\n"
         "95 % bootstrap intervals. *Popular*: share of the lists that is among the 100 most popular items.\n"
-        "*Own*: share of the lists that the customer had before. Every held-out basket was read once\n"
-        "for this page, with settings that were chosen on baskets before the last (events_rivals.md).",
+        "*Own*: share of the lists that the customer had before. Settings were chosen on baskets before the\n"
+        "last (events_rivals.md). *Read*: times that this script has ranked a split, the lines of events_splits.jsonl.",
     ]
+    reads = Counter((row["shop"], row["split"], row["now"]) for row in rows)
     for row in rows:
         told = f"{row['shop']}, {row['split']}{', with the time of the request' if row['now'] else ''}"
         names = [name for name in row if isinstance(row[name], dict)]
@@ -132,24 +134,16 @@ def page(rows: Sequence[Row]) -> str:
             f"{row['users']:,} customers. The model {said} the best that counts, {best['all']}, on all items; the best "
             f"on new items is {best['new']}. Seeds: {seeds}. "
             f"Own share of the baskets: {row['own share of baskets']:.2f}. "
-            f"Measured: {row['date']}, commit {row['commit']}.",
+            f"Measured: {row['date']}, commit {row['commit']}. "
+            f"Read: {reads[row['shop'], row['split'], row['now']]}.",
             "",
             table(
-                [
-                    "",
-                    "all",
-                    "new",
-                    "model − it, all",
-                    "model − it, new",
-                    *(f"known {k}" for k in KNOWN),
-                    "popular",
-                    "own",
-                ],
+                ["", *COLUMNS, *(f"known {k}" for k in KNOWN), "popular", "own"],
                 [
                     [
                         name,
                         *(f"{row[name][task]:.4f}" for task in ("all", "new")),
-                        *(shown(row[name][f"model − {task}"]) if name != "model" else "" for task in ("all", "new")),
+                        *(apart(row[name][f"model − {task}"]) if name != "model" else "" for task in ("all", "new")),
                         *(f"{row[name][f'known {k}']:.4f}" if f"known {k}" in row[name] else "–" for k in KNOWN),
                         f"{row[name]['popular']:.2f}",
                         f"{row[name]['own']:.2f}",
@@ -159,10 +153,6 @@ def page(rows: Sequence[Row]) -> str:
             ),
         ]
     return "\n".join(parts) + "\n"
-
-
-def shown(x: Sequence[float]) -> str:
-    return f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"
 
 
 def main() -> int:

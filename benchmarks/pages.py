@@ -61,6 +61,11 @@ def head(title: str, hardware: str = ", no GPU", date: str | None = None, comman
     return f"# {title}\n\nCommand: {command}  \nHardware: {cpu()}{hardware}  \nDate: {date}\n\n"
 
 
+def apart(x: Sequence[float]) -> str:
+    """A difference with its interval, as ptf.events.ranking_metrics.interval has it."""
+    return f"{x[0]:+.4f} ({x[1]:+.4f} to {x[2]:+.4f})"
+
+
 def write_page(page: Path, about: str, lines: Sequence[str], missed: Sequence[str] = ()) -> int:
     """Write a page of these words and a table; print its name and what missed its bar. Return the exit status."""
     page.write_text(about + "\n".join(lines) + "\n")

@@ -133,8 +133,8 @@ PARTS: dict[str, tuple[Callable[[int, Path], Iterator[Row]], str]] = {
     ),
     "recipes": (
         recipes,
-        "One pass of every recipe in fp32. *Loss*: the largest relative difference of a metric; that of a margin or\n"
-        "of a mean score, which are differences, is relative to 1 at least.",
+        "One pass of every recipe in fp32. *Loss*: the largest relative difference of a metric; that of a margin, the\n"
+        "difference of two log-probs, is relative to 1 at least.",
     ),
     "resume": (
         resume,

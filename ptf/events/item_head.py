@@ -37,11 +37,11 @@ class NextItem(nn.Module):
     `items` is a safetensors file that ptf.events.prepare writes: `ids` [items], each item's token; `rows` [items, D],
     the initial weights; `sold` [items], their purchases; `gaps` [gaps, 2], the tokens of gaps with their days; and
     `request_time`. With `set_wise`, the rest of the basket is predicted, not only the next item. With `copy`, own items
-    have a copy term, and each item a bias, √(1 + purchases) at first, in logarithm. `dropout` of the states is the
-    share that the loss of training does without (Srivastava et al. 2014). `sampled` is the
-    number of uniformly drawn items in the normaliser of the loss (Jean et al. 2015), by default all; own items are
-    always in it. `values` maps the names of numbers in the rows that are to be predicted for the next basket to the
-    weight of their loss, the squared error of log(1 + value): {days: 0.1}.
+    have a copy term, and each item a bias, ½ log(1 + purchases) at first. `dropout` is the share of the states that the
+    loss of training does without (Srivastava et al. 2014). `sampled` is the number of uniformly drawn items in the
+    normaliser of the loss (Jean et al. 2015), by default all; own items are always in it. `values` maps the names of
+    numbers in the rows that are to be predicted for the next basket to the weight of their loss, the squared error of
+    log(1 + value): {days: 0.1}.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class NextItem(nn.Module):
         super().__init__()
         try:
             with safe_open(items, "pt") as stored:
-                ids, rows, sold = (stored.get_tensor(name) for name in ("ids", "rows", "sold"))
+                ids, rows = stored.get_tensor("ids"), stored.get_tensor("rows")
                 gaps = stored.get_tensor("gaps") if copy else torch.zeros(0, 2, device="cpu")
+                sold = stored.get_tensor("sold") if copy else None
                 request_time = copy and bool(stored.get_tensor("request_time"))
         except (OSError, SafetensorError) as error:
             raise UserError(
@@ -95,8 +96,10 @@ class NextItem(nn.Module):
         self.numbers = (
             factory.linear(f"{path}.numbers", config.dim, len(self.values), bias=True) if self.values else None
         )
-        often = sold.float().log1p() / 2
-        self.often = nn.Parameter(torch.cat([often, often.mean()[None]])) if copy else None  # [items + 1]
+        self.often = None
+        if sold is not None:
+            often = sold.float().log1p() / 2
+            self.often = nn.Parameter(torch.cat([often, often.mean()[None]]))  # [items + 1]
         self.copy = CopyTerm(config.dim, len(ids), factory, f"{path}.copy") if copy else None
         place = torch.full((config.vocab,), self.end)
         place[ids] = torch.arange(len(ids))

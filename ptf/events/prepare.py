@@ -97,7 +97,7 @@ def prepare(
     `ids`: `items`, one token for each item, or `{levels: [64, 64]}`, semantic ids with so many codes per level.
     `window`: most tokens of a history. `request_time`: the model is told when the next basket happens, see
     ptf.events.serialize. `inside`: the weight of every token but the first items of baskets, which
-    have weight 1; with 0, the model learns only how a basket begins, which is all that ranking needs.
+    have weight 1; with 0, the model learns only how a basket begins.
     `prompts`: number of each user's newest baskets, of those that may be trained on, that become prompts to train on.
     `model`: sizes of the Qwen3. `base`: a text model that is to learn the items; no other model is then written, and
     `train.jsonl` and `held_out_loss.jsonl` hold chats, in which the model answers a history with the next basket.
@@ -123,7 +123,7 @@ def prepare(
         token_ids = np.array(tokenizer.encode_all(item_tokens.texts), np.int64)[:, 0]
         rows = rotate_to_width(item_tokens.rows, width, seed)
         days = [(tokenizer.encode(f"<gap_{n}>")[0], days_of(n)) for n in range(GAPS if gaps else 1)]
-        sold = np.bincount(np.concatenate(list(map(np.array, baskets))), minlength=len(facts))
+        sold = np.bincount([item for basket in baskets for item in basket], minlength=len(facts))
         tensors = {"ids": token_ids, "rows": rows, "sold": sold, "gaps": np.array(days, np.float32)}
         save_file(tensors | {"request_time": np.array(request_time)}, root / "items.safetensors")
     catalogue = _write_catalogue(root, facts, item_tokens, trained, tokenizer)

@@ -29,11 +29,10 @@ GAPS = torch.tensor([[2, 0.5], [3, 6.0]])
 
 
 def stored(width: int) -> dict[str, Tensor]:
-    sold = torch.arange(ITEMS)
     return {
         "ids": IDS,
         "rows": torch.randn(ITEMS, width),
-        "sold": sold,
+        "sold": torch.arange(ITEMS),
         "gaps": GAPS,
         "request_time": torch.tensor(False),
     }
@@ -255,10 +254,12 @@ def test_a_rank_without_rows_has_a_loss_with_a_gradient(tmp_path: Path, copy: bo
     assert all(g is not None for g in torch.autograd.grad(made.loss(x, without), [x, *made.parameters()]))
 
 
-@pytest.mark.parametrize("settings", [{"sampled": ITEMS}, {"sampled": 0}, {"dropout": 1.0}])
+@pytest.mark.parametrize("settings", [{"sampled": ITEMS}, {"sampled": 0}])
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"sampled must be between 1 and 23|dropout must be a share"):
+    with pytest.raises(UserError, match="sampled must be between 1 and 23"):
         head(tmp_path, **settings)
+    with pytest.raises(UserError, match="dropout must be a share of at least 0 and below 1"):
+        head(tmp_path, dropout=1.0)
     save_file(stored(D + 1), tmp_path / "wide.safetensors")
     with pytest.raises(
         UserError, match=r"rows of width 17 and tokens up to 33, but the model has width 16 and a vocabulary of 40"
@@ -270,6 +271,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any]) -> 
         head(tmp_path, set_wise=True).loss(torch.randn(2, 48, D), without)
     with pytest.raises(UserError, match=r"nowhere.* is not what ptf.events.prepare writes"):
         NextItem(config(), LayerFactory(), "head", items=str(tmp_path / "nowhere.safetensors"))
+    without_sales = {name: tensor for name, tensor in stored(D).items() if name != "sold"}
+    save_file(without_sales, tmp_path / "items.safetensors")
+    NextItem(config(), LayerFactory(), "head", items=str(tmp_path / "items.safetensors"))  # only a bias needs sales
+    with pytest.raises(UserError, match="prepare the data again"):
+        NextItem(config(), LayerFactory(), "head", items=str(tmp_path / "items.safetensors"), copy=True)
     adapted = LayerFactory(lora=Lora(4, 8.0, ("*",)))
     with pytest.raises(UserError, match="has no effect"):
         NextItem(config(), adapted, "head", items=str(tmp_path / "items.safetensors"))

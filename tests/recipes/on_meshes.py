@@ -96,13 +96,13 @@ def once(directory: str, recipe: Recipe, world: World) -> Pass:
 
 def recipes_on_rank(directory: str, sizes: MeshSizes) -> dict[str, tuple[float, float, bool]]:
     """What each rank calls: for each recipe the largest relative differences of a metric (the loss is one) and of the
-    gradients from one rank's, and whether the denominators are the same. A margin is the difference of two log-probs
-    or scores, and `predicted_score` the mean of scores of both signs: their differences are relative to 1 at least."""
+    gradients from one rank's, and whether the denominators are the same. A margin is the difference of two log-probs,
+    so its own difference is relative to theirs."""
     world, found = world_of(sizes), {}
     for name, recipe in RECIPES.items():
         mine, theirs = once(directory, recipe, world), once(directory, recipe, alone(world))
         assert mine.means.keys() == theirs.means.keys()
-        scales = {k: max(abs(v), 1.0 if k in ("margin", "predicted_score") else 1e-2) for k, v in theirs.means.items()}
+        scales = {k: max(abs(v), 1.0 if k == "margin" else 1e-2) for k, v in theirs.means.items()}
         means = largest(abs(mine.means[k] - v) / scales[k] for k, v in theirs.means.items())
         found[name] = means, norm_of_change(theirs.gradients, mine.gradients), mine.denominator == theirs.denominator
     wrong = replace(world, meshes=replace(world.meshes, data=None))  # it sums over ranks that see the same data
